@@ -1,0 +1,1 @@
+"""engram-server: serves Engram table rows from NVMe."""

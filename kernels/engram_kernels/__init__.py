@@ -1,0 +1,1 @@
+"""Native kernels of engram-server: hash, reader, engine and dequantisation."""

@@ -1,0 +1,229 @@
+"""Typed interface of the native core (C++, nanobind).
+
+Every call that moves bytes releases the GIL. Arrays are NumPy arrays, C-contiguous unless said otherwise.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ------------------------------------------------------------------------------------- formats
+
+class RowKind(enum.Enum):
+    """How a table stores its codes."""
+
+    FP4 = 0
+    FP8 = 1
+
+class Format(enum.Enum):
+    """What a lookup returns; PACKED is the table's own bytes."""
+
+    PACKED = 0
+    PACKED_FP8 = 1
+    BF16 = 2
+    FP32 = 3
+
+def packed_row_bytes(kind: RowKind) -> int:
+    """136 for FP4, 264 for FP8."""
+
+def output_row_bytes(kind: RowKind, format: Format) -> int:
+    """Bytes of one row in `format`."""
+
+# ---------------------------------------------------------------------------------------- hash
+
+class NgramHash:
+    """Token ids -> row ids (see docs/architecture.md, "Hash")."""
+
+    def __init__(
+        self,
+        token_map: NDArray[np.int32],
+        pad_class: int,
+        image_token_id: int,
+        multipliers: NDArray[np.uint64],
+        primes: NDArray[np.uint64],
+        offsets: NDArray[np.uint64],
+    ) -> None:
+        """token_map [V]; multipliers [L, N]; primes and offsets [L, (N - 1) * heads]; N = max n-gram size."""
+
+    def rows(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        history: NDArray[np.int32],
+        history_lengths: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Hash sequences laid end to end.
+
+        tokens [T], lengths [S] summing to T; history [sum(history_lengths)] oldest first, at most N - 1 a
+        sequence, fewer = the sequence starts there, -1 = unknown.
+        Returns row ids [T, L, C] and the image mask [T]. Raises ValueError naming sequence, position and id.
+        """
+
+# ------------------------------------------------------------------------------------- dequant
+
+def simd_levels() -> list[str]:
+    """Levels this CPU can run, best first, e.g. ["avx2", "scalar"]."""
+
+def convert_rows(
+    kind: RowKind,
+    format: Format,
+    packed: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+    simd: str | None = None,
+) -> None:
+    """Convert packed rows [n, packed_row_bytes] into out [n, output_row_bytes] (bit patterns).
+
+    `simd` names a level (None = best). Raises ValueError on a shape that does not fit or a level the CPU
+    lacks.
+    """
+
+# -------------------------------------------------------------------------------------- reader
+
+class FileInfo:
+    """One file of a reader, as it was opened."""
+
+    path: str
+    size_bytes: int
+    direct: bool
+    """O_DIRECT is on; else buffered with FADV_RANDOM."""
+    alignment_bytes: int
+    """Of offset, length and memory of a direct read; 1 when buffered."""
+    reason: str
+    """Why this mode, in words."""
+
+class Reader:
+    """Batched random reads from a fixed set of files.
+
+    Raises OSError when a file cannot be opened or a test read of it fails, RuntimeError when a backend asked
+    for by name cannot run here.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        backend: str = "auto",
+        depth: int = 64,
+        threads: int = 0,
+    ) -> None:
+        """backend: io_uring, pread, mmap or auto. depth: reads in flight, all threads together.
+        threads: io threads, 0 = the backend's default."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def fallback(self) -> bool: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def registered(self) -> str:
+        """What the kernel holds registered: "files+buffers", "files", "none"."""
+    @property
+    def files(self) -> list[FileInfo]: ...
+    def counters(self) -> dict[str, int]:
+        """Totals since start: reads, read_bytes, needed_bytes, short_reads, retries, errors."""
+    def read(
+        self,
+        file: NDArray[np.uint32],
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint32],
+        out: NDArray[np.uint8],
+    ) -> NDArray[np.int32]:
+        """Read item i into the first length[i] bytes of out[i] (out [n, at least max length]).
+
+        Returns an error per item: 0, an errno, or ERROR_TRUNCATED. Blocks until all are done.
+        """
+    def close(self) -> None: ...
+
+ERROR_TRUNCATED: int
+"""The file ends inside the bytes asked for."""
+
+def error_text(error: int) -> str:
+    """An item error in words."""
+
+# -------------------------------------------------------------------------------------- engine
+
+class Plane:
+    """Where one part of every row lies: row r at `offset + r * stride` of `file`."""
+
+    def __init__(self, file: int, offset: int, stride: int) -> None: ...
+
+class Table:
+    """One layer's table. `codes` and `scales` planes, file numbers as given to the reader."""
+
+    def __init__(self, layer: int, rows: int, kind: RowKind, codes: Plane, scales: Plane) -> None: ...
+
+class RowError(Exception):
+    """A row could not be read. Attributes: layer, row, error (item error), and the text."""
+
+class OverloadedError(Exception):
+    """The engine's byte budget is used up."""
+
+class Batch:
+    """One submitted set of rows, deduplicated per layer. Holds its packed rows until it is dropped."""
+
+    @property
+    def tag(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until every read ended; False on time-out. Ctrl-C is honoured."""
+    def check(self) -> None:
+        """Raise RowError for the first row (in submission order) that failed. Only when done."""
+    @property
+    def stats(self) -> tuple[int, int, int, int, int, int]:
+        """rows, distinct, cached, joined, reads, read_bytes."""
+    def gather(self, first: int, count: int, format: Format) -> bytes:
+        """Positions first .. first + count - 1 as row[count, L, W] bytes; raises RowError as check() does.
+        Only when done."""
+    def gather_into(self, first: int, count: int, format: Format, out: NDArray[np.uint8]) -> None:
+        """As gather, into a C-contiguous uint8 array of exactly that many bytes (any shape)."""
+
+class Engine:
+    """Rows in, packed or dequantised rows out. Not usable after fork."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        tables: Sequence[Table],
+        budget_bytes: int = 1 << 30,
+    ) -> None:
+        """budget_bytes bounds the packed rows and ids of all batches alive."""
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when a batch ended; see completions()."""
+    def completions(self) -> list[int]:
+        """Tags of the batches that ended since the last call; resets event_fd. Never blocks."""
+    def submit(self, keys: Sequence[tuple[int, NDArray[np.int64]]], notify: bool = False) -> Batch:
+        """Start reading rows. keys: (layer id, ids [n, W]) with the same n and W in every item; ids may be
+        strided views, -1 = zero row. notify: report the tag through event_fd.
+
+        Raises ValueError naming layer, position and id when an id is out of range or a layer is unknown,
+        OverloadedError when the budget is used up.
+        """
+    def load_scales(self, layer: int) -> None:
+        """Read the layer's scale plane into memory on a native thread; lookups use it as it arrives."""
+    def scale_progress(self, layer: int) -> tuple[int, int, str]:
+        """Rows loaded, rows in all, and an error text ("" = none)."""
+    def in_flight_bytes(self) -> int: ...
+    def close(self) -> None:
+        """Wait for reads in flight and stop the threads."""
+
+def unique_ids(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Distinct ids of a flat array in order of first appearance, and the inverse; -1 is left out and
+    its inverse is -1."""
+
+# ---------------------------------------------------------------------------------------- probes
+
+def probe_io_uring() -> dict[str, Any]:
+    """Set up a ring: {"ok", "errno", "reason", "features": [names], "operations": [...]}"""
+
+def statx_dioalign(path: str) -> tuple[int, int]:
+    """(memory alignment, offset alignment) that statx reports; (0, 0) when it reports none."""

@@ -1,0 +1,7 @@
+// The bind_* functions of every stage, called once by module.cc.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace engram {
+}  // namespace engram

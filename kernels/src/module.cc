@@ -1,0 +1,8 @@
+// The Python module engram_kernels._core: one bind_* function per stage.
+#include <nanobind/nanobind.h>
+
+#include "bindings.h"
+
+NB_MODULE(_core, m) {
+  m.doc() = "Native core of engram-server; see engram_kernels/_core.pyi for the typed interface.";
+}
