@@ -4,4 +4,5 @@
 #include <nanobind/nanobind.h>
 
 namespace engram {
+void bind_dequant(nanobind::module_& m);
 }  // namespace engram
