@@ -4,4 +4,7 @@
 #include <nanobind/nanobind.h>
 
 namespace engram {
+
+void bind_unique(nanobind::module_& m);
+
 }  // namespace engram
