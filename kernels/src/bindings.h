@@ -5,6 +5,7 @@
 
 namespace engram {
 
+void bind_hash(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
 
 }  // namespace engram

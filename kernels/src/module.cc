@@ -5,5 +5,6 @@
 
 NB_MODULE(_core, m) {
   m.doc() = "Native core of engram-server; see engram_kernels/_core.pyi for the typed interface.";
+  engram::bind_hash(m);
   engram::bind_unique(m);
 }
