@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engram_server.tables.synth import synthesise
+
+settings.register_profile("engram", deadline=None)  # a busy machine is no failure
+settings.load_profile("engram")
 
 SMALL_VOCAB_SIZE = 2000
 """Tables of about 50,000 rows."""

@@ -107,7 +107,7 @@ def _tables(source: Source, spec: EngramSpec, problems: list[str]) -> list[Repor
         layers = served_layers(source, spec)
     except TableError as error:
         problems.append(str(error))
-        layers = spec.layers
+        layers = spec.layers if source.whole else ()
     tables, facts = [], []
     for layer in layers:
         try:

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,8 @@ def _refuse(path: Path, problem: str, advice: str = "download or convert the fil
 def _read_raw(path: Path) -> tuple[bytes, int]:
     """The header's JSON bytes and the file's size."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before open, which would wait on a pipe for its writer
+            _refuse(path, "this is not a regular file", "name a safetensors file")
         with path.open("rb", buffering=0) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             head = file.read(len(_LFS_MAGIC))
@@ -175,8 +178,6 @@ def _read_raw(path: Path) -> tuple[bytes, int]:
             raw = file.read(length)
     except FileNotFoundError:
         _refuse(path, "there is no such file", "download it, or open another path")
-    except IsADirectoryError:
-        _refuse(path, "this is a directory, not a safetensors file", "name a file")
     except OSError as error:
         _refuse(path, f"cannot be read: {error.strerror}", "check the path and its permissions")
     if len(raw) < length:

@@ -101,7 +101,7 @@ def synthesise(
     with _locked(out):
         complete = _check_directory(out, parameters)
         pending = [table for table in tables if not table.is_written()]
-        if complete and not pending:
+        if complete and not pending and all((out / name).exists() for name in _small_names(parameters)):
             return SynthResult(out, rows, 0, time.monotonic() - started, complete_before=True)
         total = 0 if sparse else sum(table.rows * table.row_bytes for table in pending)
         _check_space(out, total)
@@ -160,6 +160,11 @@ def _config(parameters: SynthParameters) -> dict[str, Any]:
             "engram_compressed_vocab_size": V41_COMPRESSED_VOCAB_SIZE,
         },
     }
+
+
+def _small_names(parameters: SynthParameters) -> list[str]:
+    """Files besides the tables that a complete checkpoint has. The tokenizer may not be installed."""
+    return [CONFIG_NAME, INDEX_NAME, _shard_name(1), *([PLANTED_NAME] if parameters.sparse else [])]
 
 
 def _shard_name(number: int) -> str:
@@ -249,7 +254,7 @@ def _check_directory(out: Path, parameters: SynthParameters) -> bool:
     try:
         mark = json.loads((out / _MARK_NAME).read_bytes())
         complete = mark.pop("complete")
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise TableError(f"{out} is not empty and not a synthetic checkpoint; {advice}") from None
     wanted = asdict(parameters) | {"layers": list(parameters.layers)}
     if mark != wanted:

@@ -36,34 +36,33 @@ class RowGenerator:
         self._pool_codes, self._pool_scales = _pool(fmt, seed)
         key = np.array([(seed * _GOLDEN + layer) & _U64], dtype=np.uint64)
         self._key = _mix(_mix(key) + np.uint64(layer))
-        bits = 4 if fmt == "fp4" else 8  # of a code; its top bit is the sign
-        self._signs = np.uint64(sum(1 << bit for bit in range(bits - 1, 64, bits)))
-        # Word w of a row takes the hash bits that a shift by w mod `bits` brings under the sign bits.
-        self._shifts = np.arange(self._pool_codes.shape[1], dtype=np.uint64) % np.uint64(bits)
+        self._flips = _sign_flips(fmt)
 
     def fill(self, first: int, codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> None:
         """Write rows `first` .. into codes uint8[n, 128 or 256] and scales uint8[n, 8], both C-contiguous."""
         for start in range(0, len(codes), _STEP_ROWS):
             stop = min(start + _STEP_ROWS, len(codes))
             ids = np.arange(first + start, first + stop, dtype=np.uint64)
-            self._mix_rows(ids, codes[start:stop].view("<u8"), scales[start:stop].view("<u8"))
+            self._mix_rows(ids, codes[start:stop], scales[start:stop].view("<u8"))
 
     def rows(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Rows of any ids [n]: codes uint8[n, 128 or 256] and scales uint8[n, 8]."""
         codes = np.empty((len(ids), CODES[self.fmt][1]), dtype=np.uint8)
         scales = np.empty((len(ids), SCALES_PER_ROW), dtype=np.uint8)
-        self._mix_rows(ids.astype(np.uint64), codes.view("<u8"), scales.view("<u8"))
+        self._mix_rows(ids.astype(np.uint64), codes, scales.view("<u8"))
         return codes, scales
 
     def _mix_rows(
-        self, ids: NDArray[np.uint64], codes: NDArray[np.uint64], scales: NDArray[np.uint64]
+        self, ids: NDArray[np.uint64], codes: NDArray[np.uint8], scales: NDArray[np.uint64]
     ) -> None:
         hashed = _mix(ids + self._key)
         picked = (hashed >> np.uint64(64 - _POOL_BITS)).astype(np.intp)
         np.take(self._pool_codes, picked, axis=0, out=codes, mode="clip")
-        flips = hashed[:, None] << self._shifts
-        flips &= self._signs
-        codes ^= flips
+        # Value v takes the sign in bit v mod 64: byte by byte, each the signs of 8 values.
+        flips = np.take(self._flips, hashed.astype("<u8").view(np.uint8).reshape(-1, 8))
+        words = codes.view(flips.dtype)
+        # Tiled, because a broadcast over so short an axis costs NumPy four times as much.
+        np.bitwise_xor(words, np.tile(flips, (1, ROW_VALUES // 64)), out=words)
         # Pool scales are lowered by 16 already; no byte can carry into its neighbour.
         shift = hashed & np.uint64((1 << _SHIFT_BITS) - 1)
         np.add(self._pool_scales[picked], shift * np.uint64(0x0101010101010101), out=scales[:, 0])
@@ -76,9 +75,18 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def _sign_flips(fmt: TableFormat) -> NDArray[np.unsignedinteger]:
+    """[256]: what to xor to the codes of 8 values to flip the signs that the bits of a byte name."""
+    bits = 4 if fmt == "fp4" else 8  # of a code; its top bit is the sign
+    masks = [
+        sum(1 << (value * bits + bits - 1) for value in range(8) if byte >> value & 1) for byte in range(256)
+    ]
+    return np.array(masks, dtype="<u4" if fmt == "fp4" else "<u8")
+
+
 @lru_cache(maxsize=2)
-def _pool(fmt: TableFormat, seed: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Quantised Gaussian rows as little-endian words: codes [4096, 16 or 32] and scales [4096]."""
+def _pool(fmt: TableFormat, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    """Quantised Gaussian rows: codes uint8[4096, 128 or 256], and scales as little-endian words [4096]."""
     rng = np.random.default_rng([seed, 0x656E6772616D])
     values = rng.standard_normal((1 << _POOL_BITS, ROW_VALUES))
     values *= np.exp2(rng.uniform(0.0, 1.0, (len(values), 1)))
@@ -87,4 +95,4 @@ def _pool(fmt: TableFormat, seed: int) -> tuple[NDArray[np.uint64], NDArray[np.u
     if fmt == "fp4":
         codes, scales = quantise_fp4(dequantise_fp8(codes, scales))
     scales = scales - np.uint8(1 << (_SHIFT_BITS - 1))
-    return codes.view("<u8"), scales.view("<u8")[:, 0]
+    return codes, scales.view("<u8")[:, 0]
