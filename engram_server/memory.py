@@ -6,22 +6,15 @@ the bytes.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
-from engram_server.tables.checkpoint import Checkpoint, open_checkpoint
+from engram_server.tables.checkpoint import Checkpoint, PlaneRef, TableRef, open_checkpoint
 from engram_server.tables.placement import ScaleDecision, ScaleMode, decide_scales
 from engram_server.tokens import TokenMap, find_tokenizer, load_token_map, ngram_hash
-
-log = logging.getLogger("engram_server")
 
 Backend = Literal["auto", "io_uring", "pread", "mmap"]
 
@@ -52,12 +45,12 @@ class TableState:
     kind: _core.RowKind
     row_bytes: int
     digest: bytes
-    scales: ScaleMode
+    """See EngramSpec.table_digest."""
 
 
 @dataclass
 class Memory:
-    """Open tables. Use `Memory.open`; `close` waits for reads in flight."""
+    """Open tables. Use `Memory.open`; `close` waits for reads in flight. A context manager."""
 
     checkpoint: Checkpoint
     options: MemoryOptions
@@ -69,7 +62,6 @@ class Memory:
     token_map: TokenMap | None
     hash: _core.NgramHash | None
     """None without a tokenizer: then only row ids can be looked up."""
-    opened_pid: int = field(default_factory=os.getpid)
 
     @property
     def spec(self) -> EngramSpec:
@@ -82,3 +74,84 @@ class Memory:
         if self.token_map is None:
             return b""
         return self.spec.hash_digest(self.token_map.class_of(self.spec.pad_token_id))
+
+    @classmethod
+    def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:
+        """Open a checkpoint directory or one shard. Nothing is scanned or copied: milliseconds at any size.
+
+        Raises SpecError, TableError or TokenMapError (all ValueError) for files that cannot be served, OSError
+        for files that cannot be read, RuntimeError for a backend that cannot run here.
+        """
+        options = options or MemoryOptions()
+        checkpoint = open_checkpoint(path)
+        scales = decide_scales(options.scales, checkpoint.scale_bytes)
+        tokenizer = find_tokenizer(checkpoint.root, options.tokenizer, checkpoint.spec)
+        token_map = load_token_map(tokenizer, checkpoint.spec) if tokenizer else None
+        reader = _core.Reader(
+            [str(file) for file in checkpoint.files],
+            backend=options.backend,
+            depth=options.io_depth,
+            threads=options.io_threads,
+        )
+        engine = _core.Engine(reader, _engine_tables(checkpoint), budget_bytes=options.budget_bytes)
+        try:
+            # Digests first: their reads prove every plane, and the scale loads would compete with them.
+            tables = {
+                table.layer: _table_state(checkpoint.spec, engine, table) for table in checkpoint.tables
+            }
+            if scales.mode == "memory":
+                for layer in tables:
+                    engine.load_scales(layer)
+        except BaseException:
+            engine.close()
+            reader.close()
+            raise
+        return cls(
+            checkpoint=checkpoint,
+            options=options,
+            reader=reader,
+            engine=engine,
+            tables=tables,
+            scale_decision=scales,
+            token_map=token_map,
+            hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
+        )
+
+    def scale_progress(self) -> tuple[int, int, str]:
+        """Rows whose scales are in memory, rows in all, and the first error ("" = none), over all layers."""
+        progress = [self.engine.scale_progress(layer) for layer in self.tables]
+        errors = [error for _, _, error in progress if error]
+        loaded, rows = (sum(part[i] for part in progress) for i in (0, 1))
+        return loaded, rows, errors[0] if errors else ""
+
+    def close(self) -> None:
+        """Wait for reads in flight and stop the native threads."""
+        self.engine.close()
+        self.reader.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _engine_tables(checkpoint: Checkpoint) -> list[_core.Table]:
+    numbers = {file: number for number, file in enumerate(checkpoint.files)}
+
+    def plane(ref: PlaneRef) -> _core.Plane:
+        return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
+
+    return [
+        _core.Table(table.layer, table.rows, table.kind, plane(table.codes), plane(table.scales))
+        for table in checkpoint.tables
+    ]
+
+
+def _table_state(spec: EngramSpec, engine: _core.Engine, table: TableRef) -> TableState:
+    """Reads the rows the digest samples, which is also the test read that makes a table servable."""
+    ids = spec.digest_rows(table.layer)
+    batch = engine.submit([(table.layer, ids.reshape(-1, 1))])
+    batch.wait()
+    digest = spec.table_digest(table.layer, table.row_bytes, batch.gather(0, len(ids), _core.Format.PACKED))
+    return TableState(table.layer, table.rows, table.kind, table.row_bytes, digest)

@@ -4,4 +4,8 @@
 #include <nanobind/nanobind.h>
 
 namespace engram {
+void bind_dequant(nanobind::module_& m);
+void bind_engine(nanobind::module_& m);
+void bind_reader(nanobind::module_& m);
+void bind_unique(nanobind::module_& m);
 }  // namespace engram

@@ -1,0 +1,104 @@
+// What every reader backend is: threads that take reads from one queue and end each of them.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "files.h"
+#include "read_job.h"
+
+namespace engram {
+
+// Totals since start, over all threads and backends of a reader.
+struct ReadCounters {
+  std::atomic<std::uint64_t> reads{0};         // asked of the kernel, retries included
+  std::atomic<std::uint64_t> read_bytes{0};    // that those asked for
+  std::atomic<std::uint64_t> needed_bytes{0};  // that items wanted
+  std::atomic<std::uint64_t> short_reads{0};
+  std::atomic<std::uint64_t> retries{0};
+  std::atomic<std::uint64_t> errors{0};  // items that failed
+};
+
+// Shared by the threads of a reader. Outlives every backend.
+struct ReadContext {
+  std::vector<DataFile> files;
+  ReadQueue queue;
+  ReadCounters counters;
+};
+
+// The threads of a backend. Stops the queue and joins them; after a fork, where they do not exist,
+// forgets them.
+class IoThreads {
+ public:
+  explicit IoThreads(ReadQueue& queue) : queue_(queue), pid_(::getpid()) {}
+  ~IoThreads() { stop_and_join(); }
+  IoThreads(const IoThreads&) = delete;
+  IoThreads& operator=(const IoThreads&) = delete;
+
+  template <typename Work>
+  void start(Work work) {
+    threads_.emplace_back(std::move(work));
+  }
+  unsigned count() const { return static_cast<unsigned>(threads_.size()); }
+  void stop_and_join() {
+    const bool forked = ::getpid() != pid_;
+    if (!forked) queue_.stop();
+    for (std::thread& thread : threads_) forked ? thread.detach() : thread.join();
+    threads_.clear();
+  }
+
+ private:
+  ReadQueue& queue_;
+  pid_t pid_;
+  std::vector<std::thread> threads_;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;  // stops the queue and joins its threads
+  virtual unsigned threads() const = 0;
+  virtual std::string registered() const { return "none"; }
+};
+
+// Reads in flight (io_uring) or threads that block in a read (pread, mmap).
+struct BackendOptions {
+  unsigned depth = 64;
+  unsigned threads = 0;  // 0 = the backend's default
+};
+
+// What happens to reads when a ring stops working while serving: called once per ring, on its
+// thread, with the reason. True = someone else takes over its reads; false = they fail.
+using RingFailed = std::function<bool(const std::string& reason)>;
+
+// Each throws std::runtime_error with a sentence when the backend cannot run here, after a real
+// test read.
+std::unique_ptr<Backend> make_uring_backend(ReadContext&, const BackendOptions&, RingFailed);
+std::unique_ptr<Backend> make_pread_backend(ReadContext&, const BackendOptions&);
+std::unique_ptr<Backend> make_mmap_backend(ReadContext&, const BackendOptions&);
+
+// Ends an item whose bytes lie in `buffer` as `progress` says.
+inline void finish_item(ReadContext& context, ReadJob& job, std::size_t index,
+                        const ReadProgress& progress, const std::byte* buffer) {
+  const ReadItem& item = job.items[index];
+  ReadCounters& counters = context.counters;
+  constexpr auto relaxed = std::memory_order_relaxed;
+  counters.needed_bytes.fetch_add(item.length, relaxed);
+  if (progress.was_short()) counters.short_reads.fetch_add(1, relaxed);
+  if (progress.retries() != 0) counters.retries.fetch_add(progress.retries(), relaxed);
+  if (progress.error() != 0) {
+    counters.errors.fetch_add(1, relaxed);
+  } else {
+    __builtin_memcpy(item.dest, buffer + progress.head(), item.length);
+  }
+  job.item_done(index, progress.error());
+}
+
+}  // namespace engram

@@ -1,0 +1,151 @@
+// Python face of reader.h and files.h.
+#include <liburing.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "reader.h"
+
+namespace nb = nanobind;
+
+namespace engram {
+namespace {
+
+struct FileInfo {
+  std::string path;
+  std::uint64_t size_bytes;
+  bool direct;
+  std::uint32_t alignment_bytes;
+  std::string reason;
+};
+
+std::vector<FileInfo> file_infos(const Reader& reader) {
+  std::vector<FileInfo> infos;
+  for (const DataFile& file : reader.files()) {
+    infos.push_back(
+        {file.path(), file.size_bytes(), file.direct(), file.alignment(), file.reason()});
+  }
+  return infos;
+}
+
+nb::dict counters(const Reader& reader) {
+  const ReadCounters& from = reader.counters();
+  nb::dict to;
+  to["reads"] = from.reads.load();
+  to["read_bytes"] = from.read_bytes.load();
+  to["needed_bytes"] = from.needed_bytes.load();
+  to["short_reads"] = from.short_reads.load();
+  to["retries"] = from.retries.load();
+  to["errors"] = from.errors.load();
+  return to;
+}
+
+using Bytes2 = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+auto read_items(Reader& reader, const InputArray<std::uint32_t, 1>& file,
+                const InputArray<std::uint64_t, 1>& offset,
+                const InputArray<std::uint32_t, 1>& length, const Bytes2& out) {
+  const std::size_t count = file.size();
+  if (offset.size() != count || length.size() != count || out.shape(0) != count) {
+    throw std::invalid_argument("file, offset, length and out must have the same number of items");
+  }
+  OutputArray<std::int32_t> errors(count);
+  {
+    nb::gil_scoped_release unlocked;
+    std::vector<ReadItem> items(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint32_t bytes = length.data()[i];
+      if (file.data()[i] >= reader.files().size() || bytes > out.shape(1) ||
+          bytes > kReadBytesMax || bytes == 0) {
+        throw std::invalid_argument(
+            "item " + std::to_string(i) + ": file " + std::to_string(file.data()[i]) + ", length " +
+            std::to_string(bytes) + " is out of range; lengths are 1 to " +
+            std::to_string(kReadBytesMax) + " and no longer than a row of out");
+      }
+      items[i] = {.offset = offset.data()[i],
+                  .dest = reinterpret_cast<std::byte*>(out.data()) + i * out.shape(1),
+                  .file = file.data()[i],
+                  .length = bytes};
+      errors.data()[i] = 0;
+    }
+    reader.read(items, {errors.data(), count});
+  }
+  return errors.release({count});
+}
+
+nb::dict probe_io_uring() {
+  io_uring_params params{};
+  io_uring ring;
+  const int error = -::io_uring_queue_init_params(8, &ring, &params);
+  nb::dict result;
+  result["ok"] = error == 0;
+  result["errno"] = error;
+  result["reason"] = error == 0 ? "" : std::strerror(error);
+  result["features"] = error == 0 ? params.features : 0;
+  if (error == 0) ::io_uring_queue_exit(&ring);
+  return result;
+}
+
+std::pair<std::uint32_t, std::uint32_t> dioalign(const std::string& path) {
+  const DirectAlignment alignment = statx_dioalign(path);
+  return {alignment.memory, alignment.offset};
+}
+
+}  // namespace
+
+void bind_reader(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+      const nb::object args = nb::make_tuple(error.code().value(), nb::str(error.what()));
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+  });
+
+  nb::class_<FileInfo>(m, "FileInfo")
+      .def_ro("path", &FileInfo::path)
+      .def_ro("size_bytes", &FileInfo::size_bytes)
+      .def_ro("direct", &FileInfo::direct)
+      .def_ro("alignment_bytes", &FileInfo::alignment_bytes)
+      .def_ro("reason", &FileInfo::reason);
+
+  nb::class_<Reader>(m, "Reader")
+      .def(
+          "__init__",
+          [](Reader* self, std::vector<std::string> paths, std::string backend, unsigned depth,
+             unsigned threads) {
+            nb::gil_scoped_release unlocked;
+            new (self) Reader(std::move(paths),
+                              {.backend = std::move(backend), .depth = depth, .threads = threads});
+          },
+          nb::arg("paths"), nb::arg("backend") = "auto", nb::arg("depth") = 64,
+          nb::arg("threads") = 0)
+      .def_prop_ro("backend", [](const Reader& r) { return r.state().backend; })
+      .def_prop_ro("reason", [](const Reader& r) { return r.state().reason; })
+      .def_prop_ro("fallback", [](const Reader& r) { return r.state().fallback; })
+      .def_prop_ro("threads", [](const Reader& r) { return r.state().threads; })
+      .def_prop_ro("registered", [](const Reader& r) { return r.state().registered; })
+      .def_prop_ro("depth", &Reader::depth)
+      .def_prop_ro("files", &file_infos)
+      .def("counters", &counters)
+      .def("read", &read_items, nb::arg("file").noconvert(), nb::arg("offset").noconvert(),
+           nb::arg("length").noconvert(), nb::arg("out").noconvert())
+      .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());
+
+  m.attr("ERROR_TRUNCATED") = kErrorTruncated;
+  m.def("error_text", &error_text, nb::arg("error"));
+  m.def("probe_io_uring", &probe_io_uring);
+  m.def("statx_dioalign", &dioalign, nb::arg("path"));
+  m.def("hardware_queues", &hardware_queues, nb::arg("path"));
+}
+
+}  // namespace engram

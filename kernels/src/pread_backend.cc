@@ -1,0 +1,71 @@
+// pread: a pool of threads, each blocked in one read. The fallback that runs everywhere.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <new>
+
+#include "backend.h"
+
+namespace engram {
+namespace {
+
+constexpr unsigned kThreadsMax = 256;
+constexpr std::size_t kClaimItems = 4;
+
+struct FreeDeleter {
+  void operator()(std::byte* p) const { std::free(p); }
+};
+
+class PreadBackend final : public Backend {
+ public:
+  PreadBackend(ReadContext& context, const BackendOptions& options)
+      : context_(context), threads_(context.queue) {
+    const unsigned wanted = options.threads != 0 ? options.threads : options.depth;
+    const unsigned threads = std::clamp(wanted, 1u, kThreadsMax);
+    for (unsigned i = 0; i < threads; ++i) threads_.start([this] { work(); });
+  }
+
+  unsigned threads() const override { return threads_.count(); }
+
+ private:
+  void work() {
+    ::pthread_setname_np(::pthread_self(), "engram-pread");
+    const std::unique_ptr<std::byte, FreeDeleter> buffer(
+        static_cast<std::byte*>(std::aligned_alloc(kAlignmentMax, kSlotBytes)));
+    if (!buffer) return;  // the other threads do the work; with 8 KiB unavailable, none will
+    while (true) {
+      const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
+      if (claim.count == 0) return;
+      for (std::size_t i = 0; i < claim.count; ++i) read(*claim.job, claim.first + i, buffer.get());
+    }
+  }
+
+  void read(ReadJob& job, std::size_t index, std::byte* buffer) {
+    DataFile& file = context_.files[job.items[index].file];
+    ReadProgress progress;
+    progress.start(job.items[index], file);
+    ReadProgress::Next next;
+    do {
+      context_.counters.reads.fetch_add(1, std::memory_order_relaxed);
+      context_.counters.read_bytes.fetch_add(progress.ask_bytes(), std::memory_order_relaxed);
+      const ssize_t got = ::pread(file.fd(), buffer + progress.buffer_offset(),
+                                  progress.ask_bytes(), static_cast<off_t>(progress.ask_offset()));
+      next = progress.advance(got < 0 ? -errno : got, file);
+    } while (next == ReadProgress::Next::again);
+    finish_item(context_, job, index, progress, buffer);
+  }
+
+  ReadContext& context_;
+  IoThreads threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_pread_backend(ReadContext& context, const BackendOptions& options) {
+  return std::make_unique<PreadBackend>(context, options);
+}
+
+}  // namespace engram

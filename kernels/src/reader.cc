@@ -1,0 +1,132 @@
+#include "reader.h"
+
+#include <condition_variable>
+#include <stdexcept>
+
+namespace engram {
+
+Reader::Reader(std::vector<std::string> paths, ReaderOptions options)
+    : options_(std::move(options)) {
+  if (options_.depth == 0) throw std::invalid_argument("the reader's depth must be at least 1");
+  context_.files.reserve(paths.size());
+  for (std::string& path : paths) context_.files.emplace_back(std::move(path));
+  start();
+}
+
+Reader::~Reader() { close(); }
+
+void Reader::start() {
+  const BackendOptions options{.depth = options_.depth, .threads = options_.threads};
+  const std::string& wanted = options_.backend;
+  const std::lock_guard lock(mutex_);
+  if (wanted == "io_uring" || wanted == "auto") {
+    try {
+      backends_.push_back(make_uring_backend(context_, options, [this](const std::string& reason) {
+        return take_over_from_ring(reason);
+      }));
+      state_ = {.backend = "io_uring",
+                .reason = wanted == "auto" ? "a ring was set up and read from the table"
+                                           : "asked for by name"};
+    } catch (const std::runtime_error& error) {
+      if (wanted != "auto") {
+        throw std::runtime_error(std::string("backend io_uring cannot run here: ") + error.what());
+      }
+      context_.queue.start();
+      backends_.push_back(make_pread_backend(context_, options));
+      state_ = {.backend = "pread",
+                .reason = std::string("io_uring refused: ") + error.what(),
+                .fallback = true};
+    }
+  } else if (wanted == "pread") {
+    backends_.push_back(make_pread_backend(context_, options));
+    state_ = {.backend = "pread", .reason = "asked for by name"};
+  } else if (wanted == "mmap") {
+    try {
+      backends_.push_back(make_mmap_backend(context_, options));
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(std::string("backend mmap cannot run here: ") + error.what());
+    }
+    state_ = {.backend = "mmap", .reason = "asked for by name"};
+  } else {
+    throw std::invalid_argument("unknown backend '" + wanted +
+                                "'; known: auto, io_uring, pread, mmap");
+  }
+  state_.threads = backends_.back()->threads();
+  state_.registered = backends_.back()->registered();
+}
+
+// On a ring's thread, when io_uring_enter fails for good. Under `auto` a pread pool takes over,
+// loudly.
+bool Reader::take_over_from_ring(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  if (options_.backend != "auto") {
+    state_.reason = "BROKEN: " + reason + "; reads fail until a restart";
+    return false;
+  }
+  if (state_.backend != "io_uring") return true;  // another ring's thread was first
+  try {
+    backends_.push_back(make_pread_backend(context_, {.depth = options_.depth, .threads = 0}));
+  } catch (const std::exception& error) {
+    state_.reason = "BROKEN: " + reason + "; pread could not take over: " + error.what();
+    return false;
+  }
+  state_ = {.backend = "pread",
+            .reason = "io_uring broke while serving: " + reason,
+            .fallback = true,
+            .threads = backends_.back()->threads(),
+            .registered = backends_.back()->registered()};
+  return true;
+}
+
+void Reader::submit(ReadJob& job) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw std::runtime_error("the reader is closed");
+  }
+  context_.queue.push(&job);
+}
+
+void Reader::read(std::span<const ReadItem> items, std::span<std::int32_t> errors) {
+  if (items.empty()) return;
+  std::mutex mutex;
+  std::condition_variable wake;
+  bool done = false;
+  ReadJob job;
+  job.items = items;
+  job.errors = errors;
+  job.finished = [&] {
+    const std::lock_guard lock(mutex);
+    done = true;
+    wake.notify_one();
+  };
+  submit(job);
+  std::unique_lock lock(mutex);
+  wake.wait(lock, [&] { return done; });
+}
+
+void Reader::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  context_.queue.stop();
+  // Joins outside the lock: a ring that breaks now may still call take_over_from_ring().
+  for (std::size_t i = 0;; ++i) {
+    std::unique_ptr<Backend> backend;
+    {
+      const std::lock_guard lock(mutex_);
+      if (i >= backends_.size()) break;
+      backend = std::move(backends_[i]);
+    }
+    backend.reset();
+  }
+  const std::lock_guard lock(mutex_);
+  backends_.clear();
+}
+
+ReaderState Reader::state() const {
+  const std::lock_guard lock(mutex_);
+  return state_;
+}
+
+}  // namespace engram

@@ -1,0 +1,66 @@
+// Batched random reads from a fixed set of files, by whichever backend runs here.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+
+namespace engram {
+
+struct ReaderOptions {
+  // io_uring, pread, mmap, or auto: io_uring when a real test read succeeds, else pread.
+  std::string backend = "auto";
+  // Reads in flight, all threads together. Deep enough for the device's IOPS; deeper only adds
+  // latency.
+  unsigned depth = 64;
+  // 0: io_uring one per hardware queue (at most 4), pread one per read in flight, mmap 16.
+  unsigned threads = 0;
+};
+
+// What serves the reads now, and why. Changes at most once: when a ring breaks while `auto` serves.
+struct ReaderState {
+  std::string backend;
+  std::string reason;
+  bool fallback = false;
+  unsigned threads = 0;
+  std::string registered{};
+};
+
+class Reader {
+ public:
+  // Throws std::system_error for a file that cannot be read, std::runtime_error when the backend
+  // asked for by name cannot run here, std::invalid_argument for an unknown one.
+  Reader(std::vector<std::string> paths, ReaderOptions options);
+  ~Reader();
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+
+  // Starts a job. It must have items, each of at most kReadBytesMax bytes of a file that exists.
+  // Never blocks.
+  void submit(ReadJob& job);
+  // Runs a job to its end on the calling thread's time.
+  void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
+  // Waits for reads in flight and stops the threads; submit() then throws.
+  void close();
+
+  ReaderState state() const;
+  unsigned depth() const { return options_.depth; }
+  const std::vector<DataFile>& files() const { return context_.files; }
+  const ReadCounters& counters() const { return context_.counters; }
+
+ private:
+  void start();
+  bool take_over_from_ring(const std::string& reason);
+
+  ReaderOptions options_;
+  ReadContext context_;
+  mutable std::mutex mutex_;  // guards what follows
+  ReaderState state_;
+  std::vector<std::unique_ptr<Backend>> backends_;  // the running one last
+  bool closed_ = false;
+};
+
+}  // namespace engram
