@@ -179,7 +179,7 @@ class EngramSpec:
         if columns * len(layers) > _COLUMNS_MAX:
             raise SpecError(f"{len(layers)} layers of {columns} columns are over the limit of {_COLUMNS_MAX}")
 
-        drawn = _primes_from(engram_vocab_size, columns * len(layers))
+        drawn = primes_from(engram_vocab_size, columns * len(layers))
         primes = tuple(drawn[i * columns : (i + 1) * columns] for i in range(len(layers)))
         spec = cls(
             model_type=keys.text("model_type", default=_MODEL_TYPE),
@@ -255,7 +255,7 @@ def _multipliers(layer: int, count: int, compressed_vocab_size: int) -> tuple[in
 
 
 @lru_cache(maxsize=16)
-def _primes_from(start: int, count: int) -> tuple[int, ...]:
+def primes_from(start: int, count: int) -> tuple[int, ...]:
     """The first `count` primes not below `start`, ascending.
 
     The reference draws them in (layer, order, head) order, restarting each order's scan at `start` and

@@ -1,0 +1,209 @@
+"""What is in a checkpoint and what is wrong with it, as far as it can be read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_server.spec import EngramSpec, SpecError
+from engram_server.tables.checkpoint import (
+    PlaneRef,
+    Source,
+    TableRef,
+    check_hints,
+    locate,
+    quantization_hints,
+    read_table,
+    served_layers,
+)
+from engram_server.tables.errors import TableError
+from engram_server.tables.layout import BACKBONE_PARTS
+
+Report = dict[str, Any]
+
+
+def inspect(path: Path) -> Report:
+    """Look at a checkpoint directory or shard and report everything found, in JSON's types.
+
+    `problems` are sentences that say why it cannot be served (empty = it can); `notes` are about what serving
+    does not need. `config`, `tables` (with digests), `backbone_tensors` and `shards` are there as far as
+    they could be read. Never raises for a malformed checkpoint.
+    """
+    report: Report = {"path": str(path), "problems": [], "notes": []}
+    problems: list[str] = report["problems"]
+    try:
+        source = locate(path)
+    except TableError as error:
+        problems.append(str(error))
+        return report
+    try:
+        spec = EngramSpec.from_file(source.config)
+        report["config"] = _config_facts(source.config, spec)
+        report["tables"] = _tables(source, spec, problems)
+    except (SpecError, TableError) as error:
+        problems.append(str(error))
+    report["backbone_tensors"] = _backbone_tensors(source, report["notes"])
+    report["shards"] = _shards(source)
+    report["problems"] = list(dict.fromkeys(problems))  # two tables in a broken shard say the same
+    return report
+
+
+def format_report(report: Report) -> str:
+    """The report as text for a terminal."""
+    lines = [report["path"]]
+    if "config" in report:
+        config = report["config"]
+        lines.append(
+            f"  config: {config['model_type']}, engram_vocab_size {config['engram_vocab_size']:,}, layers "
+            f"{config['layers']}, {config['columns']} rows a token and layer"
+        )
+        hints = ", ".join(f"{key} {value}" for key, value in config["quantization_hints"].items())
+        lines.append(f"  quantization hints: {hints or 'none about Engram'}")
+    for table in report.get("tables", ()):
+        lines.append(
+            f"  layer {table['layer']}: {table['format']}, {table['rows']:,} rows of {table['row_bytes']} "
+            f"bytes, {table['bytes'] / 2**30:.2f} GiB"
+        )
+        for plane in ("codes", "scales"):
+            facts = table[plane]
+            lines.append(
+                f"    {plane:6} {facts['shard']} at {facts['offset']:,} (mod 512: {facts['offset_mod_512']}, "
+                f"mod 4096: {facts['offset_mod_4096']}), {facts['stride']} bytes a row"
+            )
+        lines.append(f"    digest {table['digest'] or 'not computed'}")
+    for tensor in report.get("backbone_tensors", ()):
+        lines.append(f"  {tensor['name']}: {tensor['dtype']}{tensor['shape']} in {tensor['shard']}")
+    for shard in report.get("shards", ()):
+        lines.append(
+            f"  {shard['name']}: {shard['bytes'] / 2**30:.2f} GiB, {shard['tensors']} tensors, "
+            f"{shard['unowned_bytes']} bytes of none"
+        )
+    lines += [f"  note: {note}" for note in report["notes"]]
+    lines += [f"  PROBLEM: {problem}" for problem in report["problems"]]
+    lines.append("  cannot be served" if report["problems"] else "  can be served")
+    return "\n".join(lines)
+
+
+def _config_facts(config: Path, spec: EngramSpec) -> Report:
+    hints = quantization_hints(config)
+    return {
+        "model_type": spec.model_type,
+        "layers": list(spec.layers),
+        "rows": list(spec.rows),
+        "columns": spec.columns,
+        "engram_vocab_size": spec.engram_vocab_size,
+        "compressed_vocab_size": spec.compressed_vocab_size,
+        "quantization_hints": {key: value for key, value in hints.items() if key.startswith("engram_")},
+    }
+
+
+def _tables(source: Source, spec: EngramSpec, problems: list[str]) -> list[Report]:
+    """Facts of every table that is sound, and a problem for every other."""
+    try:
+        layers = served_layers(source, spec)
+    except TableError as error:
+        problems.append(str(error))
+        layers = spec.layers if source.whole else ()
+    tables, facts = [], []
+    for layer in layers:
+        try:
+            tables.append(read_table(source, spec, layer))
+        except TableError as error:
+            problems.append(str(error))
+    for table in tables:
+        try:
+            digest = spec.table_digest(table.layer, table.row_bytes, sampled_rows(spec, table)).hex()
+        except (OSError, TableError) as error:
+            problems.append(f"layer {table.layer}: {error}")
+            digest = ""
+        facts.append(
+            {
+                "layer": table.layer,
+                "format": table.kind.name,
+                "rows": table.rows,
+                "row_bytes": table.row_bytes,
+                "bytes": table.rows * table.row_bytes,
+                "codes": _plane_facts(table.codes),
+                "scales": _plane_facts(table.scales),
+                "digest": digest,
+            }
+        )
+    try:
+        check_hints(source.config, tables)
+    except TableError as error:
+        problems.append(str(error))
+    return facts
+
+
+def _plane_facts(plane: PlaneRef) -> Report:
+    return {
+        "shard": plane.path.name,
+        "offset": plane.offset,
+        "offset_mod_512": plane.offset % 512,
+        "offset_mod_4096": plane.offset % 4096,
+        "stride": plane.stride,
+    }
+
+
+def sampled_rows(spec: EngramSpec, table: TableRef) -> bytes:
+    """Packed bytes of the rows a table digest samples. Raises OSError or TableError."""
+    ids = spec.digest_rows(table.layer)
+    parts = [_read_plane(plane, ids) for plane in (table.codes, table.scales)]
+    return np.concatenate(parts, axis=1).tobytes()
+
+
+def _read_plane(plane: PlaneRef, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+    out = np.empty((len(ids), plane.stride), dtype=np.uint8)
+    with plane.path.open("rb", buffering=0) as file:
+        for i, row in enumerate(ids.tolist()):
+            data = os.pread(file.fileno(), plane.stride, plane.offset + row * plane.stride)
+            if len(data) != plane.stride:
+                raise TableError(f"{plane.path}: the file ends inside row {row}; download it again")
+            out[i] = np.frombuffer(data, dtype=np.uint8)
+    return out
+
+
+def _backbone_tensors(source: Source, notes: list[str]) -> list[Report]:
+    """The small Engram tensors. The backbone needs them, a server of rows does not: so notes, no problems."""
+    found = []
+    prefixes = sorted({name.rsplit(".embed.", 1)[0] for name in source.engram_tensors if ".embed." in name})
+    wanted = [f"{prefix}.{part}" for prefix in prefixes for part in BACKBONE_PARTS]
+    missing = [name for name in wanted if name not in source.engram_tensors]
+    if missing and source.whole:
+        notes.append(
+            f"{source.listing} does not list {', '.join(missing)}: the backbone needs them, serving does not"
+        )
+    for name in wanted:
+        if name in missing:
+            continue
+        try:
+            tensor = source.tensor(name)
+        except TableError as error:
+            notes.append(f"{error} (the backbone needs {name}, serving does not)")
+            continue
+        shard = source.engram_tensors[name].name
+        found.append({"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "shard": shard})
+    return found
+
+
+def _shards(source: Source) -> list[Report]:
+    """Every readable file that holds Engram tensors."""
+    shards = []
+    for path in sorted(set(source.engram_tensors.values())):
+        try:
+            header = source.header(path)
+        except TableError:
+            continue  # told where it was needed
+        shards.append(
+            {
+                "name": path.name,
+                "bytes": header.file_bytes,
+                "tensors": len(header.tensors),
+                "unowned_bytes": header.unowned_bytes,
+            }
+        )
+    return shards

@@ -1,0 +1,26 @@
+"""Checkpoints that many tests read; none may write to them."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from engram_server.tables.synth import synthesise
+
+settings.register_profile("engram", deadline=None)  # a busy machine is no failure
+settings.load_profile("engram")
+
+SMALL_VOCAB_SIZE = 2000
+"""Tables of about 50,000 rows."""
+
+
+@pytest.fixture(scope="session")
+def fp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a small FP4 checkpoint with layers 1 and 14."""
+    return synthesise(tmp_path_factory.mktemp("fp4"), SMALL_VOCAB_SIZE, "fp4", seed=4).path
+
+
+@pytest.fixture(scope="session")
+def fp8_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a small FP8 checkpoint with layers 1 and 14."""
+    return synthesise(tmp_path_factory.mktemp("fp8"), SMALL_VOCAB_SIZE, "fp8", seed=8).path
