@@ -7,9 +7,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from engram_server import __version__
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
 FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
@@ -173,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engram-server", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"engram-server {version('engram-server')}")
+    parser.add_argument("--version", action="version", version=f"engram-server {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
