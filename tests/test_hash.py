@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-
-from engram_kernels._core import NgramHash
 from oracles import hashing as oracle
 from oracles.facts import FACTS, LAYOUTS
+
+from engram_kernels._core import NgramHash
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(tokens, history) of each sequence."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from engram_server.spec import V41_TOKEN_MAP_SHA256, EngramSpec, SpecError
 from oracles.facts import FACTS, LAYOUTS, nested_config, text_config
 from oracles.hashing import first_primes
+
+from engram_server.spec import V41_TOKEN_MAP_SHA256, EngramSpec, SpecError
 
 
 def flat_config(layout: str = "released") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.facts import FACTS, nested_config
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from engram_server.hashing import hash_document
@@ -24,7 +25,6 @@ from engram_server.tokens import (
     load_token_map,
     ngram_hash,
 )
-from oracles.facts import FACTS, nested_config
 
 
 def spec_of(classes: int, **changes: int) -> EngramSpec:
