@@ -1,8 +1,8 @@
 // AVX2 conversions, 32 values a step. AVX-512 has nothing to add: these already write several times
 // as fast from the first-level cache as memory takes it.
 //
-// Only functions marked ENGRAM_AVX2 hold AVX2 code, so this
-// file needs no compiler flag and no inline function of a header can leak AVX2 into the rest.
+// Only functions marked ENGRAM_AVX2 hold AVX2 code, so this file needs no compiler flag and no
+// inline function of a header can leak AVX2 into the rest.
 #include "dequant_kernels.h"
 
 #if defined(__x86_64__)
