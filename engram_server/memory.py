@@ -79,8 +79,8 @@ class Memory:
     def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:
         """Open a checkpoint directory or one shard. Nothing is scanned or copied: milliseconds at any size.
 
-        Raises SpecError, TableError or TokenMapError (all ValueError) for files that cannot be served, OSError
-        for files that cannot be read, RuntimeError for a backend that cannot run here.
+        Raises SpecError, TableError or TokenMapError (all ValueError) for files that cannot be served,
+        OSError for files that cannot be read, RuntimeError for a backend that cannot run here.
         """
         options = options or MemoryOptions()
         checkpoint = open_checkpoint(path)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,13 @@ _FROZEN_MULTIPLIERS = {
 }
 """V4.1's, by layer: what the model was trained with, whatever NumPy's generator may become."""
 
-_FOREIGN_KEY = re.compile(r"engram_(seed|kernel_size|.*rot.*)")
+_FOREIGN_KEY = re.compile(r"engram_(seed|kernel_size|(\w+_)?rot\w*)")
+"""Keys of other Engram models; `rot` is rotation by any spelling."""
 _COLUMNS_MAX = 4_096
 _LAYERS_MAX = 256
-_ROWS_MAX = 2**40
+_ENGRAM_VOCAB_SIZE_MAX = 2**31
+"""Keeps every prime below 2^32, which the hash needs."""
+_ROWS_MAX = 2**44
 _CONFIG_BYTES_MAX = 16 << 20
 
 
@@ -84,12 +88,18 @@ class EngramSpec:
     @property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """[layer][column]: first row of each column, the exclusive cumulative sum of the primes."""
-        return tuple(tuple(sum(primes[:column]) for column in range(len(primes))) for primes in self.primes)
+        return tuple((0, *accumulate(primes[:-1])) for primes in self.primes)
 
     @property
     def is_v41(self) -> bool:
-        """True when the compressed vocabulary is V4.1's, so its token map digest must match."""
-        return self.model_type == _MODEL_TYPE and self.compressed_vocab_size == V41_COMPRESSED_VOCAB_SIZE
+        """True when the compressed vocabulary is V4.1's, so its token map digest must match.
+
+        A flat config may carry the text part's own model type, `deepseek_v41_text`.
+        """
+        return (
+            self.model_type.startswith(_MODEL_TYPE)
+            and self.compressed_vocab_size == V41_COMPRESSED_VOCAB_SIZE
+        )
 
     def rows_of(self, layer: int) -> int:
         """Rows of one layer's table; KeyError for a layer without Engram."""
@@ -163,7 +173,7 @@ class EngramSpec:
         head_dim = keys.integer("engram_head_dim", low=1, high=2**20)
         if head_dim != HEAD_DIM:
             raise SpecError(f"engram_head_dim is {head_dim}; only rows of {HEAD_DIM} values are supported")
-        engram_vocab_size = keys.integer("engram_vocab_size", low=2, high=2**32)
+        engram_vocab_size = keys.integer("engram_vocab_size", low=2, high=_ENGRAM_VOCAB_SIZE_MAX)
         compressed = keys.integer("engram_compressed_vocab_size", low=1, high=2**31 - 1)
         columns = (max_ngram_size - 1) * heads
         if columns * len(layers) > _COLUMNS_MAX:
@@ -185,8 +195,6 @@ class EngramSpec:
             multipliers=tuple(_multipliers(layer, max_ngram_size, compressed) for layer in layers),
         )
         declared = keys.integers("engram_num_embeddings", low=1, high=_ROWS_MAX)
-        if len(declared) == 1 and len(layers) > 1:
-            declared *= len(layers)
         if declared != spec.rows:
             raise SpecError(
                 f"engram_num_embeddings is {list(declared)}, but the primes of engram_vocab_size "
@@ -253,7 +261,7 @@ def primes_from(start: int, count: int) -> tuple[int, ...]:
     The reference draws them in (layer, order, head) order, restarting each order's scan at `start` and
     skipping those taken: one ascending sequence.
     """
-    return tuple(prime for prime, _ in zip(_ascending_primes(start), range(count), strict=False))
+    return tuple(islice(_ascending_primes(start), count))
 
 
 def _ascending_primes(start: int) -> Iterator[int]:

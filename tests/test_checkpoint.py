@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from oracles.files import CheckpointFiles, write_shard
+from oracles.rows import RowOracle
 
 from engram_kernels._core import RowKind
 from engram_server.tables import checkpoint as checkpoint_module
 from engram_server.tables.checkpoint import Checkpoint, open_checkpoint
 from engram_server.tables.inspect import format_report, inspect
-from oracles.files import CheckpointFiles, write_shard
-from oracles.rows import RowOracle
 
 SHARD_1, SHARD_14 = CheckpointFiles.SHARD_1, CheckpointFiles.SHARD_14
 WEIGHT_1, SCALE_1 = "layers.1.engram.embed.weight", "layers.1.engram.embed.scale"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.quantise import E4M3, quantised, values_of
 
 from engram_server.tables.quantise import dequantise_fp8, quantise_fp4, quantise_fp8
-from oracles.quantise import E4M3, quantised, values_of
 
 QUANTISE = {"fp4": quantise_fp4, "fp8": quantise_fp8}
 

@@ -11,11 +11,11 @@ import safetensors
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.files import safetensors_bytes
 
 from engram_server.tables import safetensors as ours
 from engram_server.tables.errors import TableError
 from engram_server.tables.safetensors import Header, build_header, parse_json_object, read_header
-from oracles.files import safetensors_bytes
 
 
 def entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) -> dict[str, object]:

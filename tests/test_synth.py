@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors
+from oracles.quantise import quantised, values_of
+from oracles.rows import RowOracle
 
 from engram_server.spec import EngramSpec, SpecError
 from engram_server.tables import synth, synth_table
 from engram_server.tables.checkpoint import open_checkpoint
 from engram_server.tables.errors import TableError
 from engram_server.tables.synth import synthesise
-from oracles.quantise import quantised, values_of
-from oracles.rows import RowOracle
 
 TINY = 2
 """engram_vocab_size of tables with 963 and 3,698 rows."""

@@ -46,7 +46,11 @@ class NgramHash:
         primes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
     ) -> None:
-        """token_map [V]; multipliers [L, N]; primes and offsets [L, (N - 1) * heads]; N = max n-gram size."""
+        """token_map [V]; multipliers [L, N]; primes and offsets [L, (N - 1) * heads]; N = max n-gram size.
+
+        Raises ValueError when these are not a layout the hash is exact for: a product of multiplier and class
+        over 2^63 - 1, a prime outside 2..2^32 - 1, offsets that are not the sums of the primes before them.
+        """
 
     def rows(
         self,

@@ -1,8 +1,6 @@
 // What every reader backend is: threads that take reads from one queue and end each of them.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -34,12 +32,14 @@ struct ReadContext {
   ReadCounters counters;
 };
 
-// The threads of a backend. Stops the queue and joins them; after a fork, where they do not exist,
-// forgets them.
+// The threads of a backend. Stops the queue and joins them.
 class IoThreads {
  public:
-  explicit IoThreads(ReadQueue& queue) : queue_(queue), pid_(::getpid()) {}
-  ~IoThreads() { stop_and_join(); }
+  explicit IoThreads(ReadQueue& queue) : queue_(queue) {}
+  ~IoThreads() {
+    queue_.stop();
+    for (std::thread& thread : threads_) thread.join();
+  }
   IoThreads(const IoThreads&) = delete;
   IoThreads& operator=(const IoThreads&) = delete;
 
@@ -48,16 +48,9 @@ class IoThreads {
     threads_.emplace_back(std::move(work));
   }
   unsigned count() const { return static_cast<unsigned>(threads_.size()); }
-  void stop_and_join() {
-    const bool forked = ::getpid() != pid_;
-    if (!forked) queue_.stop();
-    for (std::thread& thread : threads_) forked ? thread.detach() : thread.join();
-    threads_.clear();
-  }
 
  private:
   ReadQueue& queue_;
-  pid_t pid_;
   std::vector<std::thread> threads_;
 };
 

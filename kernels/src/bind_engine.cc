@@ -14,6 +14,7 @@
 
 #include "bindings.h"
 #include "engine.h"
+#include "process.h"
 
 namespace nb = nanobind;
 
@@ -160,7 +161,11 @@ void bind_engine(nb::module_& m) {
            nb::arg("out").noconvert());
 
   nb::class_<Engine>(m, "Engine")
-      .def(nb::init<std::shared_ptr<Reader>, std::vector<Table>, std::uint64_t>(),
+      .def(nb::new_([](std::shared_ptr<Reader> reader, std::vector<Table> tables,
+                       std::uint64_t budget_bytes) {
+             return make_for_this_process<Engine>(std::move(reader), std::move(tables),
+                                                  budget_bytes);
+           }),
            nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30)
       .def_prop_ro("event_fd", &Engine::event_fd)
       .def("completions", &Engine::take_completions)

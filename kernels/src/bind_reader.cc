@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "process.h"
 #include "reader.h"
 
 namespace nb = nanobind;
@@ -119,16 +120,15 @@ void bind_reader(nb::module_& m) {
       .def_ro("reason", &FileInfo::reason);
 
   nb::class_<Reader>(m, "Reader")
-      .def(
-          "__init__",
-          [](Reader* self, std::vector<std::string> paths, std::string backend, unsigned depth,
-             unsigned threads) {
-            nb::gil_scoped_release unlocked;
-            new (self) Reader(std::move(paths),
-                              {.backend = std::move(backend), .depth = depth, .threads = threads});
-          },
-          nb::arg("paths"), nb::arg("backend") = "auto", nb::arg("depth") = 64,
-          nb::arg("threads") = 0)
+      .def(nb::new_([](std::vector<std::string> paths, std::string backend, unsigned depth,
+                       unsigned threads) {
+             nb::gil_scoped_release unlocked;
+             return make_for_this_process<Reader>(
+                 std::move(paths),
+                 ReaderOptions{.backend = std::move(backend), .depth = depth, .threads = threads});
+           }),
+           nb::arg("paths"), nb::arg("backend") = "auto", nb::arg("depth") = 64,
+           nb::arg("threads") = 0)
       .def_prop_ro("backend", [](const Reader& r) { return r.state().backend; })
       .def_prop_ro("reason", [](const Reader& r) { return r.state().reason; })
       .def_prop_ro("fallback", [](const Reader& r) { return r.state().fallback; })

@@ -6,6 +6,7 @@
 namespace engram {
 void bind_dequant(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_hash(nanobind::module_& m);
 void bind_reader(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
 }  // namespace engram

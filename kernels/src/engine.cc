@@ -414,12 +414,7 @@ Engine::ScaleProgress Engine::scale_progress(std::int64_t layer) const {
 }
 
 void Engine::close() {
-  if (::getpid() != pid_) {
-    for (std::thread* thread : {&planner_, &loader_}) {
-      if (thread->joinable()) thread->detach();
-    }
-    return;
-  }
+  if (::getpid() != pid_) return;  // the threads are the parent's
   {
     const std::lock_guard lock(mutex_);
     stop_.store(true);

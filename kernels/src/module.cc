@@ -5,6 +5,7 @@
 
 NB_MODULE(_core, m) {
   m.doc() = "Native core of engram-server; see engram_kernels/_core.pyi for the typed interface.";
+  engram::bind_hash(m);
   engram::bind_dequant(m);
   engram::bind_reader(m);
   engram::bind_unique(m);

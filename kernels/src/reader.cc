@@ -1,12 +1,14 @@
 #include "reader.h"
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <stdexcept>
 
 namespace engram {
 
 Reader::Reader(std::vector<std::string> paths, ReaderOptions options)
-    : options_(std::move(options)) {
+    : options_(std::move(options)), pid_(::getpid()) {
   if (options_.depth == 0) throw std::invalid_argument("the reader's depth must be at least 1");
   context_.files.reserve(paths.size());
   for (std::string& path : paths) context_.files.emplace_back(std::move(path));
@@ -105,6 +107,7 @@ void Reader::read(std::span<const ReadItem> items, std::span<std::int32_t> error
 }
 
 void Reader::close() {
+  if (::getpid() != pid_) return;  // the threads are the parent's
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;

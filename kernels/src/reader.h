@@ -1,6 +1,8 @@
 // Batched random reads from a fixed set of files, by whichever backend runs here.
 #pragma once
 
+#include <sys/types.h>
+
 #include <memory>
 #include <mutex>
 #include <string>
@@ -56,6 +58,7 @@ class Reader {
   bool take_over_from_ring(const std::string& reason);
 
   ReaderOptions options_;
+  pid_t pid_;
   ReadContext context_;
   mutable std::mutex mutex_;  // guards what follows
   ReaderState state_;

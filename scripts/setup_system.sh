@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Sees to the system packages of a build: a C++ compiler, pkg-config, liburing, Python 3.11+ with venv and headers, and
+# (unless called with --runtime) what benchmarks and tests need: fio to measure against, fuse3 to break reads below us. Missing ones are installed through apt, with sudo
+# when not root; on a system without apt it says what to install. Does nothing, quickly, when nothing is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
+liburing_min=2.3
+with_tests=1
+[[ "${1:-}" != --runtime ]] || with_tests=0
+
+# Prints one line for each thing that is missing: "what it is: apt package...".
+missing() {
+  command -v c++ >/dev/null || echo "a C++ compiler: g++"
+  if ! command -v pkg-config >/dev/null; then
+    echo "pkg-config: pkg-config"
+    echo "liburing: liburing-dev"
+  elif ! pkg-config --exists "liburing >= $liburing_min"; then
+    echo "liburing $liburing_min or newer with its headers: liburing-dev"
+  fi
+  if ((with_tests)); then
+    command -v fio >/dev/null || echo "fio: fio"
+    command -v fusermount3 >/dev/null || echo "FUSE: fuse3 libfuse3-3"
+  fi
+  local python version
+  if ! python="$(find_python)"; then
+    echo "Python 3.11 or newer: python3 python3-venv python3-dev"
+    return
+  fi
+  version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+  "$python" -c 'import venv, ensurepip' 2>/dev/null || echo "venv for $python: python$version-venv"
+  "$python" - <<'PY' || echo "C headers for $python: python$version-dev"
+import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())
+PY
+}
+
+needs="$(missing)"
+[[ -n "$needs" ]] || exit 0
+names="$(sed 's/: [^:]*$//' <<<"$needs" | paste -sd ';' | sed 's/;/; /g')"
+
+if ! command -v apt-get >/dev/null; then
+  die "missing: $names. This script installs through apt only; please install them with your package manager" \
+    "(Fedora: gcc-c++ pkgconf-pkg-config liburing-devel fio fuse3 python3-devel;" \
+    "Arch: base-devel pkgconf liburing fio fuse3 python) and run it again."
+fi
+apt=(apt-get -qq -o DPkg::Lock::Timeout=300)
+if ((EUID != 0)); then
+  command -v sudo >/dev/null || die "missing: $names. Installing them needs root: run this as root, or install sudo."
+  apt=(sudo env DEBIAN_FRONTEND=noninteractive "${apt[@]}")
+else
+  export DEBIAN_FRONTEND=noninteractive
+fi
+
+read -ra packages <<<"$(sed 's/.*: //' <<<"$needs" | paste -sd ' ')"
+echo "setup: installing system packages: ${packages[*]}"
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+# An update that fails (one mirror of several down) need not matter: the install decides.
+"${apt[@]}" update >"$log" 2>&1 || true
+if ! "${apt[@]}" install -y --no-install-recommends "${packages[@]}" >>"$log" 2>&1; then
+  cat "$log" >&2
+  die "apt-get could not install: ${packages[*]} (its output is above)"
+fi
+
+needs="$(missing)"
+[[ -z "$needs" ]] || die "still missing after apt-get installed ${packages[*]}:" \
+  "$(sed 's/: [^:]*$//' <<<"$needs" | paste -sd ';' | sed 's/;/; /g')." \
+  "This system's packages are too old, or \$PYTHON names an interpreter that apt does not know; install these by hand."
