@@ -163,4 +163,8 @@ def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def _write_rows(fd: int, plane: TensorInfo, first: int, rows: NDArray[np.uint8]) -> None:
-    pwrite_all(fd, rows.data, plane.begin + first * rows.shape[1])
+    offset = plane.begin + first * rows.shape[1]
+    pwrite_all(fd, rows.data, offset)
+    # Starts write-back at once. Left to the kernel it would begin gigabytes later, and the disk would idle
+    # while rows are made.
+    os.posix_fadvise(fd, offset, rows.nbytes, os.POSIX_FADV_DONTNEED)
