@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
+
 from engram_kernels._core import (
     Format,
     RowKind,
@@ -18,7 +20,6 @@ from engram_kernels._core import (
     packed_row_bytes,
     simd_levels,
 )
-from numpy.typing import NDArray
 
 OUTPUT_BYTES = 256 << 20
 """Well beyond any cache, so that memory takes every byte."""

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from oracles import dequant as oracle
+
 from engram_kernels._core import (
     Format,
     RowKind,
@@ -13,8 +16,6 @@ from engram_kernels._core import (
     packed_row_bytes,
     simd_levels,
 )
-from numpy.typing import NDArray
-from oracles import dequant as oracle
 
 Rows = NDArray[np.uint8]
 PAIRS = list(itertools.product(RowKind, Format))
