@@ -233,7 +233,7 @@ WITHOUT_LOCKED_MEMORY = """
     import numpy as np
     from engram_kernels import _core
 
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (128 << 10, 128 << 10))  # the ring fits, its buffers do not
     if os.geteuid() == 0:  # root may lock what it likes
         os.setgroups([])
         os.setgid(65534)
