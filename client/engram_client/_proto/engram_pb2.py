@@ -24,59 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0c\x65ngram.proto\x12\tengram.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xb3\x02\n\rDescribeReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\"\n\x04spec\x18\x04 \x01(\x0b\x32\x14.engram.v1.ModelSpec\x12#\n\x07\x64igests\x18\x05 \x01(\x0b\x32\x12.engram.v1.Digests\x12$\n\x06tables\x18\x06 \x03(\x0b\x32\x14.engram.v1.TableInfo\x12\"\n\x07\x66ormats\x18\x07 \x03(\x0e\x32\x11.engram.v1.Format\x12!\n\x06limits\x18\x08 \x01(\x0b\x32\x11.engram.v1.Limits\x12\'\n\x07\x62\x61\x63kend\x18\t \x01(\x0b\x32\x16.engram.v1.BackendInfo\"\xfb\x01\n\tModelSpec\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x16\n\x0emax_ngram_size\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x19\n\x11\x65ngram_vocab_size\x18\x07 \x01(\x04\x12\x18\n\x10token_vocab_size\x18\x08 \x01(\r\x12\x1d\n\x15\x63ompressed_vocab_size\x18\t \x01(\r\x12\x14\n\x0cpad_token_id\x18\n \x01(\r\x12\x16\n\x0eimage_token_id\x18\x0b \x01(\r\"*\n\x07\x44igests\x12\x11\n\ttoken_map\x18\x01 \x01(\x0c\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"\xb3\x01\n\tTableInfo\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12 \n\x04kind\x18\x03 \x01(\x0e\x32\x12.engram.v1.RowKind\x12\x11\n\trow_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12)\n\x06scales\x18\x06 \x01(\x0e\x32\x19.engram.v1.ScalePlacement\x12\x19\n\x11scale_rows_loaded\x18\x07 \x01(\x04\"~\n\x06Limits\x12\x15\n\rmessage_bytes\x18\x01 \x01(\x04\x12\x19\n\x11unary_reply_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x04\x12\x14\n\x0crequest_rows\x18\x04 \x01(\x04\x12\x17\n\x0fstream_requests\x18\x05 \x01(\r\"=\n\x0b\x42\x61\x63kendInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x66\x61llback\x18\x03 \x01(\x08\"\xae\x02\n\rLookupRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.engram.v1.TokenKeysH\x00\x12&\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x14.engram.v1.BlockKeysH\x00\x12\"\n\x04rows\x18\x04 \x01(\x0b\x32\x12.engram.v1.RowKeysH\x00\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\'\n\x07\x63olumns\x18\x06 \x01(\x0b\x32\x16.engram.v1.ColumnRange\x12!\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x11.engram.v1.Format\x12\x0e\n\x06unique\x18\x08 \x01(\x08\x12!\n\x04pins\x18\t \x03(\x0b\x32\x13.engram.v1.TablePinB\x06\n\x04keys\")\n\x0b\x43olumnRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\")\n\x08TablePin\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"3\n\tTokenKeys\x12&\n\tsequences\x18\x01 \x03(\x0b\x32\x13.engram.v1.Sequence\"+\n\x08Sequence\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07history\x18\x02 \x01(\x0c\"2\n\tBlockKeys\x12%\n\x06layers\x18\x01 \x03(\x0b\x32\x15.engram.v1.LayerBlock\":\n\nLayerBlock\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x03 \x01(\r\"7\n\x07RowKeys\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x03 \x01(\r\"\x9f\x01\n\nReplyShape\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x11\n\trow_bytes\x18\x04 \x01(\r\x12!\n\x06\x66ormat\x18\x05 \x01(\x0e\x32\x11.engram.v1.Format\x12\x13\n\x0bunique_rows\x18\x06 \x03(\x04\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\"\x8d\x01\n\x0bLookupReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05shape\x18\x02 \x01(\x0b\x32\x15.engram.v1.ReplyShape\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0c\n\x04mask\x18\x04 \x01(\x0c\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.engram.v1.LookupStats\"\xbc\x01\n\x0bLookupChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05shape\x18\x02 \x01(\x0b\x32\x15.engram.v1.ReplyShape\x12\x0c\n\x04mask\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12%\n\x05stats\x18\x06 \x01(\x0b\x32\x16.engram.v1.LookupStats\x12\x1f\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x10.engram.v1.Error\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"p\n\x0bLookupStats\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x10\n\x08\x64istinct\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05reads\x18\x05 \x01(\x04\x12\x12\n\nread_bytes\x18\x06 \x01(\x04*G\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cROW_KIND_FP4\x10\x01\x12\x10\n\x0cROW_KIND_FP8\x10\x02*g\n\x0eScalePlacement\x12\x1f\n\x1bSCALE_PLACEMENT_UNSPECIFIED\x10\x00\x12\x18\n\x14SCALE_PLACEMENT_DISK\x10\x01\x12\x1a\n\x16SCALE_PLACEMENT_MEMORY\x10\x02*l\n\x06\x46ormat\x12\x16\n\x12\x46ORMAT_UNSPECIFIED\x10\x00\x12\x11\n\rFORMAT_PACKED\x10\x01\x12\x15\n\x11\x46ORMAT_PACKED_FP8\x10\x02\x12\x0f\n\x0b\x46ORMAT_BF16\x10\x03\x12\x0f\n\x0b\x46ORMAT_FP32\x10\x04\x32\xcc\x01\n\x06\x45ngram\x12@\n\x08\x44\x65scribe\x12\x1a.engram.v1.DescribeRequest\x1a\x18.engram.v1.DescribeReply\x12:\n\x06Lookup\x12\x18.engram.v1.LookupRequest\x1a\x16.engram.v1.LookupReply\x12\x44\n\x0cLookupStream\x12\x18.engram.v1.LookupRequest\x1a\x16.engram.v1.LookupChunk(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0c\x65ngram.proto\x12\tengram.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xca\x02\n\rDescribeReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\"\n\x04spec\x18\x04 \x01(\x0b\x32\x14.engram.v1.ModelSpec\x12#\n\x07\x64igests\x18\x05 \x01(\x0b\x32\x12.engram.v1.Digests\x12$\n\x06tables\x18\x06 \x03(\x0b\x32\x14.engram.v1.TableInfo\x12\"\n\x07\x66ormats\x18\x07 \x03(\x0e\x32\x11.engram.v1.Format\x12!\n\x06limits\x18\x08 \x01(\x0b\x32\x11.engram.v1.Limits\x12\'\n\x07\x62\x61\x63kend\x18\t \x01(\x0b\x32\x16.engram.v1.BackendInfo\x12\x15\n\rscales_reason\x18\n \x01(\t\"\xfb\x01\n\tModelSpec\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x16\n\x0emax_ngram_size\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x19\n\x11\x65ngram_vocab_size\x18\x07 \x01(\x04\x12\x18\n\x10token_vocab_size\x18\x08 \x01(\r\x12\x1d\n\x15\x63ompressed_vocab_size\x18\t \x01(\r\x12\x14\n\x0cpad_token_id\x18\n \x01(\r\x12\x16\n\x0eimage_token_id\x18\x0b \x01(\r\"*\n\x07\x44igests\x12\x11\n\ttoken_map\x18\x01 \x01(\x0c\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"\xc9\x01\n\tTableInfo\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12 \n\x04kind\x18\x03 \x01(\x0e\x32\x12.engram.v1.RowKind\x12\x11\n\trow_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12)\n\x06scales\x18\x06 \x01(\x0e\x32\x19.engram.v1.ScalePlacement\x12\x19\n\x11scale_rows_loaded\x18\x07 \x01(\x04\x12\x14\n\x0cscales_error\x18\x08 \x01(\t\"\x97\x01\n\x06Limits\x12\x15\n\rmessage_bytes\x18\x01 \x01(\x04\x12\x19\n\x11unary_reply_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x03 \x01(\x04\x12\x14\n\x0crequest_rows\x18\x04 \x01(\x04\x12\x17\n\x0fstream_requests\x18\x05 \x01(\r\x12\x17\n\x0f\x63oncurrent_rpcs\x18\x06 \x01(\r\"=\n\x0b\x42\x61\x63kendInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x66\x61llback\x18\x03 \x01(\x08\"\xc4\x02\n\rLookupRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.engram.v1.TokenKeysH\x00\x12&\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x14.engram.v1.BlockKeysH\x00\x12\"\n\x04rows\x18\x04 \x01(\x0b\x32\x12.engram.v1.RowKeysH\x00\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\'\n\x07\x63olumns\x18\x06 \x01(\x0b\x32\x16.engram.v1.ColumnRange\x12!\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x11.engram.v1.Format\x12\x0e\n\x06unique\x18\x08 \x01(\x08\x12\x1d\n\x04pins\x18\t \x01(\x0b\x32\x0f.engram.v1.Pins\x12\x18\n\x10protocol_version\x18\n \x01(\rB\x06\n\x04keys\")\n\x0b\x43olumnRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"L\n\x04Pins\x12#\n\x06tables\x18\x01 \x03(\x0b\x32\x13.engram.v1.TablePin\x12\x11\n\ttoken_map\x18\x02 \x01(\x0c\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\")\n\x08TablePin\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"3\n\tTokenKeys\x12&\n\tsequences\x18\x01 \x03(\x0b\x32\x13.engram.v1.Sequence\"+\n\x08Sequence\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07history\x18\x02 \x01(\x0c\"2\n\tBlockKeys\x12%\n\x06layers\x18\x01 \x03(\x0b\x32\x15.engram.v1.LayerBlock\":\n\nLayerBlock\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x03 \x01(\r\"7\n\x07RowKeys\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x03 \x01(\r\"\x9f\x01\n\nReplyShape\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x11\n\trow_bytes\x18\x04 \x01(\r\x12!\n\x06\x66ormat\x18\x05 \x01(\x0e\x32\x11.engram.v1.Format\x12\x13\n\x0bunique_rows\x18\x06 \x03(\x04\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\"\x8d\x01\n\x0bLookupReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05shape\x18\x02 \x01(\x0b\x32\x15.engram.v1.ReplyShape\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0c\n\x04mask\x18\x04 \x01(\x0c\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.engram.v1.LookupStats\"\xbc\x01\n\x0bLookupChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05shape\x18\x02 \x01(\x0b\x32\x15.engram.v1.ReplyShape\x12\x0c\n\x04mask\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12%\n\x05stats\x18\x06 \x01(\x0b\x32\x16.engram.v1.LookupStats\x12\x1f\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x10.engram.v1.Error\"&\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"p\n\x0bLookupStats\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x10\n\x08\x64istinct\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05reads\x18\x05 \x01(\x04\x12\x12\n\nread_bytes\x18\x06 \x01(\x04*G\n\x07RowKind\x12\x18\n\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cROW_KIND_FP4\x10\x01\x12\x10\n\x0cROW_KIND_FP8\x10\x02*g\n\x0eScalePlacement\x12\x1f\n\x1bSCALE_PLACEMENT_UNSPECIFIED\x10\x00\x12\x18\n\x14SCALE_PLACEMENT_DISK\x10\x01\x12\x1a\n\x16SCALE_PLACEMENT_MEMORY\x10\x02*l\n\x06\x46ormat\x12\x16\n\x12\x46ORMAT_UNSPECIFIED\x10\x00\x12\x11\n\rFORMAT_PACKED\x10\x01\x12\x15\n\x11\x46ORMAT_PACKED_FP8\x10\x02\x12\x0f\n\x0b\x46ORMAT_BF16\x10\x03\x12\x0f\n\x0b\x46ORMAT_FP32\x10\x04\x32\xcc\x01\n\x06\x45ngram\x12@\n\x08\x44\x65scribe\x12\x1a.engram.v1.DescribeRequest\x1a\x18.engram.v1.DescribeReply\x12:\n\x06Lookup\x12\x18.engram.v1.LookupRequest\x1a\x16.engram.v1.LookupReply\x12\x44\n\x0cLookupStream\x12\x18.engram.v1.LookupRequest\x1a\x16.engram.v1.LookupChunk(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'engram_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWKIND']._serialized_start=2336
-  _globals['_ROWKIND']._serialized_end=2407
-  _globals['_SCALEPLACEMENT']._serialized_start=2409
-  _globals['_SCALEPLACEMENT']._serialized_end=2512
-  _globals['_FORMAT']._serialized_start=2514
-  _globals['_FORMAT']._serialized_end=2622
+  _globals['_ROWKIND']._serialized_start=2507
+  _globals['_ROWKIND']._serialized_end=2578
+  _globals['_SCALEPLACEMENT']._serialized_start=2580
+  _globals['_SCALEPLACEMENT']._serialized_end=2683
+  _globals['_FORMAT']._serialized_start=2685
+  _globals['_FORMAT']._serialized_end=2793
   _globals['_DESCRIBEREQUEST']._serialized_start=27
   _globals['_DESCRIBEREQUEST']._serialized_end=44
   _globals['_DESCRIBEREPLY']._serialized_start=47
-  _globals['_DESCRIBEREPLY']._serialized_end=354
-  _globals['_MODELSPEC']._serialized_start=357
-  _globals['_MODELSPEC']._serialized_end=608
-  _globals['_DIGESTS']._serialized_start=610
-  _globals['_DIGESTS']._serialized_end=652
-  _globals['_TABLEINFO']._serialized_start=655
-  _globals['_TABLEINFO']._serialized_end=834
-  _globals['_LIMITS']._serialized_start=836
-  _globals['_LIMITS']._serialized_end=962
-  _globals['_BACKENDINFO']._serialized_start=964
-  _globals['_BACKENDINFO']._serialized_end=1025
-  _globals['_LOOKUPREQUEST']._serialized_start=1028
-  _globals['_LOOKUPREQUEST']._serialized_end=1330
-  _globals['_COLUMNRANGE']._serialized_start=1332
-  _globals['_COLUMNRANGE']._serialized_end=1373
-  _globals['_TABLEPIN']._serialized_start=1375
-  _globals['_TABLEPIN']._serialized_end=1416
-  _globals['_TOKENKEYS']._serialized_start=1418
-  _globals['_TOKENKEYS']._serialized_end=1469
-  _globals['_SEQUENCE']._serialized_start=1471
-  _globals['_SEQUENCE']._serialized_end=1514
-  _globals['_BLOCKKEYS']._serialized_start=1516
-  _globals['_BLOCKKEYS']._serialized_end=1566
-  _globals['_LAYERBLOCK']._serialized_start=1568
-  _globals['_LAYERBLOCK']._serialized_end=1626
-  _globals['_ROWKEYS']._serialized_start=1628
-  _globals['_ROWKEYS']._serialized_end=1683
-  _globals['_REPLYSHAPE']._serialized_start=1686
-  _globals['_REPLYSHAPE']._serialized_end=1845
-  _globals['_LOOKUPREPLY']._serialized_start=1848
-  _globals['_LOOKUPREPLY']._serialized_end=1989
-  _globals['_LOOKUPCHUNK']._serialized_start=1992
-  _globals['_LOOKUPCHUNK']._serialized_end=2180
-  _globals['_ERROR']._serialized_start=2182
-  _globals['_ERROR']._serialized_end=2220
-  _globals['_LOOKUPSTATS']._serialized_start=2222
-  _globals['_LOOKUPSTATS']._serialized_end=2334
-  _globals['_ENGRAM']._serialized_start=2625
-  _globals['_ENGRAM']._serialized_end=2829
+  _globals['_DESCRIBEREPLY']._serialized_end=377
+  _globals['_MODELSPEC']._serialized_start=380
+  _globals['_MODELSPEC']._serialized_end=631
+  _globals['_DIGESTS']._serialized_start=633
+  _globals['_DIGESTS']._serialized_end=675
+  _globals['_TABLEINFO']._serialized_start=678
+  _globals['_TABLEINFO']._serialized_end=879
+  _globals['_LIMITS']._serialized_start=882
+  _globals['_LIMITS']._serialized_end=1033
+  _globals['_BACKENDINFO']._serialized_start=1035
+  _globals['_BACKENDINFO']._serialized_end=1096
+  _globals['_LOOKUPREQUEST']._serialized_start=1099
+  _globals['_LOOKUPREQUEST']._serialized_end=1423
+  _globals['_COLUMNRANGE']._serialized_start=1425
+  _globals['_COLUMNRANGE']._serialized_end=1466
+  _globals['_PINS']._serialized_start=1468
+  _globals['_PINS']._serialized_end=1544
+  _globals['_TABLEPIN']._serialized_start=1546
+  _globals['_TABLEPIN']._serialized_end=1587
+  _globals['_TOKENKEYS']._serialized_start=1589
+  _globals['_TOKENKEYS']._serialized_end=1640
+  _globals['_SEQUENCE']._serialized_start=1642
+  _globals['_SEQUENCE']._serialized_end=1685
+  _globals['_BLOCKKEYS']._serialized_start=1687
+  _globals['_BLOCKKEYS']._serialized_end=1737
+  _globals['_LAYERBLOCK']._serialized_start=1739
+  _globals['_LAYERBLOCK']._serialized_end=1797
+  _globals['_ROWKEYS']._serialized_start=1799
+  _globals['_ROWKEYS']._serialized_end=1854
+  _globals['_REPLYSHAPE']._serialized_start=1857
+  _globals['_REPLYSHAPE']._serialized_end=2016
+  _globals['_LOOKUPREPLY']._serialized_start=2019
+  _globals['_LOOKUPREPLY']._serialized_end=2160
+  _globals['_LOOKUPCHUNK']._serialized_start=2163
+  _globals['_LOOKUPCHUNK']._serialized_end=2351
+  _globals['_ERROR']._serialized_start=2353
+  _globals['_ERROR']._serialized_end=2391
+  _globals['_LOOKUPSTATS']._serialized_start=2393
+  _globals['_LOOKUPSTATS']._serialized_end=2505
+  _globals['_ENGRAM']._serialized_start=2796
+  _globals['_ENGRAM']._serialized_end=3000
 # @@protoc_insertion_point(module_scope)

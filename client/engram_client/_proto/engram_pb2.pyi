@@ -43,7 +43,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend")
+    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class DescribeReply(_message.Message):
     FORMATS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    SCALES_REASON_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     server_id: str
@@ -62,7 +63,8 @@ class DescribeReply(_message.Message):
     formats: _containers.RepeatedScalarFieldContainer[Format]
     limits: Limits
     backend: BackendInfo
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ...) -> None: ...
+    scales_reason: str
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("model_type", "layers", "max_ngram_size", "heads", "columns", "head_dim", "engram_vocab_size", "token_vocab_size", "compressed_vocab_size", "pad_token_id", "image_token_id")
@@ -99,7 +101,7 @@ class Digests(_message.Message):
     def __init__(self, token_map: _Optional[bytes] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class TableInfo(_message.Message):
-    __slots__ = ("layer", "rows", "kind", "row_bytes", "digest", "scales", "scale_rows_loaded")
+    __slots__ = ("layer", "rows", "kind", "row_bytes", "digest", "scales", "scale_rows_loaded", "scales_error")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class TableInfo(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
     SCALE_ROWS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    SCALES_ERROR_FIELD_NUMBER: _ClassVar[int]
     layer: int
     rows: int
     kind: RowKind
@@ -114,21 +117,24 @@ class TableInfo(_message.Message):
     digest: bytes
     scales: ScalePlacement
     scale_rows_loaded: int
-    def __init__(self, layer: _Optional[int] = ..., rows: _Optional[int] = ..., kind: _Optional[_Union[RowKind, str]] = ..., row_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., scales: _Optional[_Union[ScalePlacement, str]] = ..., scale_rows_loaded: _Optional[int] = ...) -> None: ...
+    scales_error: str
+    def __init__(self, layer: _Optional[int] = ..., rows: _Optional[int] = ..., kind: _Optional[_Union[RowKind, str]] = ..., row_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., scales: _Optional[_Union[ScalePlacement, str]] = ..., scale_rows_loaded: _Optional[int] = ..., scales_error: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests")
+    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests", "concurrent_rpcs")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNARY_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ROWS_FIELD_NUMBER: _ClassVar[int]
     STREAM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_RPCS_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     unary_reply_bytes: int
     chunk_bytes: int
     request_rows: int
     stream_requests: int
-    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ...) -> None: ...
+    concurrent_rpcs: int
+    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ..., concurrent_rpcs: _Optional[int] = ...) -> None: ...
 
 class BackendInfo(_message.Message):
     __slots__ = ("name", "reason", "fallback")
@@ -141,7 +147,7 @@ class BackendInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., fallback: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins")
+    __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins", "protocol_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +157,7 @@ class LookupRequest(_message.Message):
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     UNIQUE_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     tokens: TokenKeys
     blocks: BlockKeys
@@ -159,8 +166,9 @@ class LookupRequest(_message.Message):
     columns: ColumnRange
     format: Format
     unique: bool
-    pins: _containers.RepeatedCompositeFieldContainer[TablePin]
-    def __init__(self, request_id: _Optional[int] = ..., tokens: _Optional[_Union[TokenKeys, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ..., rows: _Optional[_Union[RowKeys, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., columns: _Optional[_Union[ColumnRange, _Mapping]] = ..., format: _Optional[_Union[Format, str]] = ..., unique: bool = ..., pins: _Optional[_Iterable[_Union[TablePin, _Mapping]]] = ...) -> None: ...
+    pins: Pins
+    protocol_version: int
+    def __init__(self, request_id: _Optional[int] = ..., tokens: _Optional[_Union[TokenKeys, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ..., rows: _Optional[_Union[RowKeys, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., columns: _Optional[_Union[ColumnRange, _Mapping]] = ..., format: _Optional[_Union[Format, str]] = ..., unique: bool = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class ColumnRange(_message.Message):
     __slots__ = ("begin", "end")
@@ -169,6 +177,16 @@ class ColumnRange(_message.Message):
     begin: int
     end: int
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Pins(_message.Message):
+    __slots__ = ("tables", "token_map", "hash")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MAP_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TablePin]
+    token_map: bytes
+    hash: bytes
+    def __init__(self, tables: _Optional[_Iterable[_Union[TablePin, _Mapping]]] = ..., token_map: _Optional[bytes] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class TablePin(_message.Message):
     __slots__ = ("layer", "digest")
