@@ -164,7 +164,12 @@ class Table:
     def __init__(self, layer: int, rows: int, kind: RowKind, codes: Plane, scales: Plane) -> None: ...
 
 class RowError(Exception):
-    """A row could not be read. Attributes: layer, row, error (item error), and the text."""
+    """A row could not be read; the text says which and why."""
+
+    layer: int
+    row: int
+    error: int
+    """As Reader.read reports it: an errno or ERROR_TRUNCATED."""
 
 class OverloadedError(Exception):
     """The engine's byte budget is used up."""

@@ -1,0 +1,139 @@
+"""Between the event loop and the native engine: plan requests, submit their blocks, await and gather rows.
+
+Nothing here blocks the loop for longer than a small request takes; the rest goes to a worker thread, where
+the native calls run without the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
+from engram_server import lookup, wire
+from engram_server.limits import Limits
+from engram_server.lookup import SMALL_ROWS, Block, InvalidRequestError, Plan
+from engram_server.memory import Memory
+
+_BUDGET_POLL_S = 0.01
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Fetcher:
+    """Fetches rows for the service, within its limits. Belongs to the event loop it was made on."""
+
+    def __init__(self, memory: Memory, limits: Limits, on_truncated: Callable[[str], None]) -> None:
+        """on_truncated is told, in words, that a table's file ends before its rows do."""
+        self._memory = memory
+        self._limits = limits
+        self._on_truncated = on_truncated
+        self._completions = Completions(memory.engine)
+        self._pending_rows = 0
+
+    def admit(self, message: pb.LookupRequest) -> int:
+        """Count a request in before any work is done for it; returns its rows, which `release` takes.
+
+        Raises InvalidRequestError when it alone asks for too much, OverloadedError when all together do.
+        """
+        rows = wire.rows_of(message, self._memory)
+        if rows > self._limits.request_rows:
+            raise InvalidRequestError(
+                f"the request asks for {rows} rows, over the limit of {self._limits.request_rows}: split it"
+            )
+        if self._pending_rows + rows > self._limits.pending_rows:
+            raise _core.OverloadedError(
+                f"{self._pending_rows} rows are being worked on; {rows} more would pass the limit of "
+                f"{self._limits.pending_rows}"
+            )
+        self._pending_rows += rows
+        return rows
+
+    def release(self, rows: int) -> None:
+        """A request that was admitted is over."""
+        self._pending_rows -= rows
+
+    async def plan(self, message: pb.LookupRequest, rows: int) -> Plan:
+        """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
+        return await _sized_call(rows, _plan, message, self._memory, self._limits.block_bytes)
+
+    async def submit(self, block: Block, *, patient: bool) -> _core.Batch:
+        """Start reading a block.
+
+        A full engine is an OverloadedError: at once, or when `patient` after Limits.budget_wait_s, since a
+        request that has begun is worth finishing.
+        """
+        give_up = time.monotonic() + (self._limits.budget_wait_s if patient else 0.0)
+        while True:
+            try:
+                return await _sized_call(block.rows, self._memory.engine.submit, block.keys, notify=True)
+            except _core.OverloadedError:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(_BUDGET_POLL_S)
+
+    async def rows_read(self, batch: _core.Batch) -> None:
+        """Wait until every read of a batch has ended, well or badly."""
+        await self._completions.wait(batch)
+
+    async def gather(
+        self, batch: _core.Batch, block: Block, first: int, count: int, format: _core.Format
+    ) -> bytes:
+        """Payload of some positions of a block whose rows were read. Raises RowError if one was not."""
+        try:
+            return await _sized_call(count * block.width, batch.gather, first, count, format)
+        except _core.RowError as error:
+            if error.error == _core.ERROR_TRUNCATED:
+                self._on_truncated(str(error))
+            raise
+
+    def close(self) -> None:
+        """Stop watching the engine; no call may be under way."""
+        self._completions.close()
+
+
+class Completions:
+    """Wakes coroutines when their batch ends, through the engine's event_fd."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        """Call on the running loop that will wait."""
+        self._engine = engine
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(engine.event_fd, self._wake)
+
+    async def wait(self, batch: _core.Batch) -> None:
+        """Return when every read of a batch submitted with notify=True has ended, well or badly."""
+        # A batch that ends before its future is in the table has its tag dropped by _wake, which runs on
+        # this loop: so look at `done` again once the future is there.
+        future = self._waiting[batch.tag] = self._loop.create_future()
+        try:
+            if not batch.done:
+                await future
+        finally:
+            self._waiting.pop(batch.tag, None)
+
+    def _wake(self) -> None:
+        for tag in self._engine.completions():
+            future = self._waiting.pop(tag, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Stop watching the engine."""
+        self._loop.remove_reader(self._engine.event_fd)
+
+
+def _plan(message: pb.LookupRequest, memory: Memory, block_bytes: int) -> Plan:
+    return lookup.plan(memory, wire.request_from(message, memory), block_bytes)
+
+
+async def _sized_call(rows: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call here when few rows are concerned, else in a worker thread."""
+    if rows <= SMALL_ROWS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

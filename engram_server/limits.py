@@ -1,0 +1,52 @@
+"""Every limit of the service, with its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engram_server.lookup import BLOCK_BYTES
+
+MESSAGE_OVERHEAD_BYTES = 1 << 20
+"""Room in a message for all that is not payload or mask."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server accepts, holds and sends. `Describe` advertises what a client can run into."""
+
+    message_bytes: int = 64 << 20
+    """Largest message in either direction."""
+    unary_reply_bytes: int = 32 << 20
+    """Largest payload of a unary reply; larger answers are streamed."""
+    chunk_bytes: int = 1 << 20
+    """Payload of one message of a stream; about 1 MiB is the fastest for gRPC in Python."""
+    request_rows: int = 65_536 * 48 * 2
+    """Rows one request may ask for: 131,072 tokens of both layers."""
+    pending_rows: int = 16 * 65_536 * 48
+    """Rows that all requests being worked on may ask for together; each holds 8 bytes of row id."""
+    block_bytes: int = BLOCK_BYTES
+    """Packed rows of a request that are fetched as one batch."""
+    stream_requests: int = 4
+    """Requests of one stream that are worked on ahead of its replies."""
+    concurrent_rpcs: int = 1_024
+    """Calls worked on at once, all clients together; a long-lived stream counts as one."""
+    budget_wait_s: float = 30.0
+    """How long a request that has begun waits for room in the engine's budget."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}: a limit must be positive")
+        if self.unary_reply_bytes + MESSAGE_OVERHEAD_BYTES > self.message_bytes:
+            raise ValueError(
+                f"unary_reply_bytes ({self.unary_reply_bytes}) does not fit message_bytes "
+                f"({self.message_bytes}) with {MESSAGE_OVERHEAD_BYTES} to spare for what is not payload"
+            )
+        if self.chunk_bytes > self.unary_reply_bytes:
+            raise ValueError(
+                f"chunk_bytes ({self.chunk_bytes}) is over unary_reply_bytes ({self.unary_reply_bytes})"
+            )
+        if self.pending_rows < self.request_rows:
+            raise ValueError(
+                f"pending_rows ({self.pending_rows}) is under request_rows ({self.request_rows})"
+            )

@@ -1,0 +1,236 @@
+"""The life of a server process: open the tables, prove they can be read, bind, serve, drain.
+
+    open -> test read -> bind -> SERVING -> (SIGTERM, SIGINT) -> NOT_SERVING, drain -> close
+
+Nothing is bound before a row was read, so a server that can be reached can answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import stat
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import engram_server
+from engram_client._proto import engram_pb2 as pb
+from engram_client._proto import engram_pb2_grpc as pb_grpc
+from engram_server.limits import Limits
+from engram_server.memory import Memory, MemoryOptions
+from engram_server.service import EngramService
+
+log = logging.getLogger("engram_server")
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Engram"].full_name
+_UDS_PATH_BYTES_MAX = 107
+"""sun_path of sockaddr_un, without its closing zero."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What to serve and where."""
+
+    path: Path
+    """A checkpoint directory, or one of its shards."""
+    listen: str | None = DEFAULT_LISTEN
+    """HOST:PORT; port 0 takes a free one. None: no TCP."""
+    uds: Path | None = None
+    """UNIX socket to listen on as well."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    limits: Limits = field(default_factory=Limits)
+    grace_s: float = 10.0
+    """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
+    keepalive_s: float = 60.0
+    """A connection silent for this long is asked whether its client is still there."""
+
+
+class ServeError(Exception):
+    """The server cannot start; the text is a sentence for the operator."""
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until SIGTERM or SIGINT; returns 0 after a clean drain.
+
+    Prints one line to stdout when ready. Raises ServeError, and what Memory.open raises.
+    """
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: ServeOptions) -> int:
+    stop = _stop_signals()
+    with ExitStack() as closing:
+        memory = Memory.open(options.path, options.memory)
+        closing.callback(memory.close)
+        _test_read(memory)
+
+        server = grpc.aio.server(
+            options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
+        )
+        status = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(status, server)
+        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        unhealthy = _Unhealthy(status)
+        service = EngramService(memory, options.limits, on_truncated=unhealthy.report)
+        closing.callback(service.close)
+        pb_grpc.add_EngramServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+
+        addresses = _bind(server, options)
+        await server.start()
+        await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
+        print(_ready_line(options, memory, addresses), flush=True)
+
+        await stop.wait()
+        log.info("draining: calls under way have %.0f s to finish", options.grace_s)
+        stop.clear()
+        await status.enter_graceful_shutdown()
+        service.drain()
+        drained = asyncio.create_task(server.stop(options.grace_s))
+        impatient = asyncio.create_task(stop.wait())
+        await asyncio.wait({drained, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            await server.stop(0)
+        impatient.cancel()
+        await drained
+    log.info("stopped")
+    return 0
+
+
+def _stop_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _test_read(memory: Memory) -> None:
+    """Read the first and the last row of every table through the whole engine."""
+    for layer, table in memory.tables.items():
+        batch = memory.engine.submit([(layer, np.asarray([[0], [table.rows - 1]], dtype=np.int64))])
+        batch.wait()
+        batch.check()
+
+
+async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
+    for service in (health.OVERALL_HEALTH, _SERVICE):
+        await status.set(service, state)
+
+
+class _Unhealthy:
+    """Tells health checks that a table can no longer be trusted to be whole. Lookups go on failing closed."""
+
+    def __init__(self, status: health.aio.HealthServicer) -> None:
+        self._status = status
+        self._task: asyncio.Task[None] | None = None
+
+    def report(self, sentence: str) -> None:
+        if self._task is None:
+            log.critical("health is NOT_SERVING from now on, restart with a whole table: %s", sentence)
+            state = health_pb2.HealthCheckResponse.NOT_SERVING
+            self._task = asyncio.create_task(_set_health(self._status, state))
+
+
+# ------------------------------------------------------------------------------------------------- binding
+
+
+def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", options.limits.message_bytes),
+        ("grpc.max_send_message_length", options.limits.message_bytes),
+        # Two servers on one port would share its connections at random; the second must fail instead.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
+    """Bind every address asked for; returns them as clients would name them."""
+    if options.listen is None and options.uds is None:
+        raise ServeError("there is nothing to listen on: give an address, a UNIX socket or both")
+    addresses = []
+    if options.listen is not None:
+        host, _, port = options.listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise ServeError(
+                f"cannot listen on {options.listen!r}: expected HOST:PORT, such as {DEFAULT_LISTEN}"
+            )
+        try:
+            bound = server.add_insecure_port(options.listen)
+        except RuntimeError as error:
+            raise ServeError(f"cannot listen on {options.listen}: {_bind_reason(host, int(port))}") from error
+        addresses.append(f"{host}:{bound}")
+    if options.uds is not None:
+        _make_way(options.uds)
+        target = f"unix:{options.uds}"
+        try:
+            server.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ServeError(f"cannot listen on the UNIX socket {options.uds}: {error}") from error
+        addresses.append(target)
+    return addresses
+
+
+def _bind_reason(host: str, port: int) -> str:
+    """gRPC keeps the reason to itself; ask the system."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "the address could not be bound"
+
+
+def _make_way(path: Path) -> None:
+    """Remove the socket a dead server left behind; refuse when a live one, or another file, is there."""
+    if len(bytes(path)) > _UDS_PATH_BYTES_MAX:
+        raise ServeError(
+            f"the path of the UNIX socket has {len(bytes(path))} bytes, over the {_UDS_PATH_BYTES_MAX} that "
+            f"the system allows: {path}"
+        )
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ServeError(f"cannot listen on the UNIX socket {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise ServeError(f"{path} exists and is not a socket: choose another path for the UNIX socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            log.info("removing %s, left behind by a server that is gone", path)
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ServeError(f"cannot tell whether {path} is in use: {error}") from error
+        else:
+            raise ServeError(f"another server is listening on {path}: stop it, or choose another path")
+
+
+def _ready_line(options: ServeOptions, memory: Memory, addresses: list[str]) -> str:
+    tables = ", ".join(
+        f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
+        for layer, table in memory.tables.items()
+    )
+    reader, scales = memory.reader, memory.scale_decision
+    return (
+        f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
+        f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason})"
+    )

@@ -1,0 +1,100 @@
+"""The gRPC service: Describe, Lookup and LookupStream of engram.proto.
+
+A request becomes a `Plan` (wire.py, lookup.py), its blocks are fetched (fetch.py), and their bytes go out.
+Whatever goes wrong fails that request alone, with a status that tells the caller what to do (status.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from engram_client._proto import engram_pb2 as pb
+from engram_client._proto import engram_pb2_grpc as pb_grpc
+from engram_server import wire
+from engram_server.fetch import Fetcher
+from engram_server.limits import Limits
+from engram_server.lookup import InvalidRequestError, Plan
+from engram_server.memory import Memory
+from engram_server.status import status_of
+from engram_server.stream import DrainingError, ReplyStream
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class EngramService(pb_grpc.EngramServicer):
+    """Answers lookups from one `Memory`. Make it on the event loop that serves."""
+
+    def __init__(self, memory: Memory, limits: Limits, on_truncated: Callable[[str], None]) -> None:
+        """on_truncated is told, in words, that a table's file ends before its rows do."""
+        self._memory = memory
+        self._limits = limits
+        self._fetcher = Fetcher(memory, limits, on_truncated)
+        self._server_id = secrets.token_hex(16)
+        self._streams: set[ReplyStream] = set()
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:  # noqa: N802
+        """What is served, as of now."""
+        return wire.describe(self._memory, self._limits, self._server_id)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
+        """One request, one reply of bounded size."""
+        try:
+            rows = self._fetcher.admit(request)
+            try:
+                plan = await self._fetcher.plan(request, rows)
+                return await self._reply(request.request_id, plan)
+            finally:
+                self._fetcher.release(rows)
+        except Exception as error:
+            code, text = status_of(error)
+        await context.abort(code, text)
+        raise AssertionError("abort raises")
+
+    async def LookupStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.LookupRequest], context: Context
+    ) -> None:
+        """Many requests, their replies in order and in chunks."""
+        stream = ReplyStream(self._fetcher, self._limits, requests, context.write)
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        except DrainingError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            self._streams.remove(stream)
+
+    def drain(self) -> None:
+        """End every stream as soon as the requests it has taken are replied to."""
+        for stream in self._streams:
+            stream.drain()
+
+    def close(self) -> None:
+        """After the last call."""
+        self._fetcher.close()
+
+    async def _reply(self, request_id: int, plan: Plan) -> pb.LookupReply:
+        if plan.shape.payload_bytes > self._limits.unary_reply_bytes:
+            raise InvalidRequestError(
+                f"the answer has {plan.shape.payload_bytes} bytes, over the "
+                f"{self._limits.unary_reply_bytes} that Lookup may send: use LookupStream"
+            )
+        parts: list[bytes] = []
+        totals = wire.NO_STATS
+        for block in plan.blocks:
+            batch = await self._fetcher.submit(block, patient=bool(parts))
+            await self._fetcher.rows_read(batch)
+            parts.append(await self._fetcher.gather(batch, block, 0, block.positions, plan.shape.format))
+            totals = wire.add_stats(totals, batch.stats)
+        parts.extend(wire.inverse_bytes(plan))
+        return pb.LookupReply(
+            request_id=request_id,
+            shape=wire.shape_message(plan),
+            payload=parts[0] if len(parts) == 1 else b"".join(parts),
+            mask=wire.mask_bytes(plan.request),
+            stats=wire.stats_message(plan.request, totals),
+        )

@@ -1,0 +1,217 @@
+"""One LookupStream call: a reader works ahead of a sender.
+
+The reader takes requests off the wire, plans them and submits their blocks, strictly in order; the sender
+waits for each block and sends its rows. So the next block, or the next request, is read while rows are sent.
+And whatever a stream holds in memory goes out before what it waits for: streams that wait for room in the
+engine's budget never wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
+from engram_server import wire
+from engram_server.fetch import Fetcher
+from engram_server.limits import Limits
+from engram_server.lookup import Plan
+from engram_server.status import status_of
+
+_BLOCKS_AHEAD = 2
+"""Blocks of one request in memory: one is sent while the next is read."""
+
+
+class Answer:
+    """One request on its way from the reader to the sender."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.rows = 0
+        """Admitted."""
+        self._room = asyncio.Semaphore(_BLOCKS_AHEAD)
+        self._abandoned = False
+        self._steps: asyncio.Queue[Plan | _core.Batch | Exception] = asyncio.Queue()
+
+    def put(self, step: Plan | _core.Batch | Exception) -> None:
+        """From the reader: the plan, then a batch for each of its blocks; or an error, which ends it."""
+        self._steps.put_nowait(step)
+
+    async def wait_for_room(self) -> bool:
+        """For the reader, before each block. False: the answer has failed, no more blocks are wanted."""
+        await self._room.acquire()
+        return not self._abandoned
+
+    def block_sent(self) -> None:
+        """From the sender: a block's rows are out of memory."""
+        self._room.release()
+
+    def abandon(self) -> None:
+        """From the sender: the answer has failed."""
+        self._abandoned = True
+        self._room.release()
+
+    async def plan(self) -> Plan:
+        """For the sender, first. Raises the reader's error."""
+        step = await self._next()
+        assert isinstance(step, Plan)
+        return step
+
+    async def batch(self) -> _core.Batch:
+        """For the sender, once per block. Raises the reader's error."""
+        step = await self._next()
+        assert isinstance(step, _core.Batch)
+        return step
+
+    async def _next(self) -> Plan | _core.Batch:
+        step = await self._steps.get()
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+class DrainingError(Exception):
+    """A stream ended because its server is shutting down."""
+
+
+class ReplyStream:
+    """The replies to one stream of requests."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        limits: Limits,
+        requests: AsyncIterator[pb.LookupRequest],
+        write: Callable[[pb.LookupChunk], Awaitable[None]],
+    ) -> None:
+        """write sends a chunk, and returns when the transport has room for the next."""
+        self._fetcher = fetcher
+        self._chunk_bytes = limits.chunk_bytes
+        self._requests = requests
+        self._write = write
+        self._slots = asyncio.Semaphore(limits.stream_requests)
+        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
+        self._unsent = 0
+        self._admitted_rows = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._waits_for_request = False
+        self._draining = False
+
+    async def run(self) -> None:
+        """Reply to every request in order, until the client has no more. Cancel it at any time.
+
+        Raises DrainingError when `drain` was called and every request taken was replied to.
+        """
+        reader = self._reader = asyncio.create_task(self._read_ahead())
+        try:
+            while (answer := await self._answers.get()) is not None:
+                await self._send(answer)
+                self._release(answer.rows)
+                self._unsent -= 1
+                self._slots.release()
+            if self._draining:
+                raise DrainingError("the server is shutting down")
+            await reader
+        finally:
+            reader.cancel()
+            self._release(self._admitted_rows)
+
+    def drain(self) -> None:
+        """Take no more requests. What the client has sent and got no reply to, it may send to another server."""
+        self._draining = True
+        if self._reader is not None and self._waits_for_request:
+            self._reader.cancel()
+
+    async def _read_ahead(self) -> None:
+        try:
+            while True:
+                self._waits_for_request = True
+                await self._slots.acquire()
+                request = await anext(self._requests, None)
+                self._waits_for_request = False
+                if request is None:
+                    return
+                answer = Answer(request.request_id)
+                self._unsent += 1
+                self._answers.put_nowait(answer)
+                try:
+                    await self._begin(answer, request)
+                except Exception as error:
+                    answer.put(error)
+                if self._draining:
+                    return
+        finally:
+            self._answers.put_nowait(None)
+
+    async def _begin(self, answer: Answer, request: pb.LookupRequest) -> None:
+        answer.rows = self._fetcher.admit(request)
+        self._admitted_rows += answer.rows
+        plan = await self._fetcher.plan(request, answer.rows)
+        answer.put(plan)
+        for index, block in enumerate(plan.blocks):
+            if not await answer.wait_for_room():
+                return
+            # A full engine refuses a new request, unless it is this stream's own replies that fill it.
+            answer.put(await self._fetcher.submit(block, patient=index > 0 or self._unsent > 1))
+
+    async def _send(self, answer: Answer) -> None:
+        try:
+            await self._reply(answer)
+        except Exception as error:
+            answer.abandon()
+            code, text = status_of(error)
+            failure = pb.Error(code=code.value[0], message=text)
+            await self._write(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure))
+
+    async def _reply(self, answer: Answer) -> None:
+        plan = await answer.plan()
+        sender = _ChunkSender(self._write, answer.request_id, plan)
+        for block in plan.blocks:
+            batch = await answer.batch()
+            await self._fetcher.rows_read(batch)
+            sender.add_stats(batch.stats)
+            for first, count in block.spans(self._chunk_bytes):
+                await sender.send(await self._fetcher.gather(batch, block, first, count, plan.shape.format))
+            del batch  # and with it its rows, before the reader may submit another block
+            answer.block_sent()
+        for inverse in wire.inverse_bytes(plan):
+            for first in range(0, len(inverse), self._chunk_bytes):
+                await sender.send(inverse[first : first + self._chunk_bytes])
+        await sender.end()
+
+    def _release(self, rows: int) -> None:
+        self._admitted_rows -= rows
+        self._fetcher.release(rows)
+
+
+class _ChunkSender:
+    """Sends the payload of one reply. The chunk that completes it is kept for the statistics, so that a small
+    reply is one message."""
+
+    def __init__(
+        self, write: Callable[[pb.LookupChunk], Awaitable[None]], request_id: int, plan: Plan
+    ) -> None:
+        self._write = write
+        self._request = plan.request
+        self._totals = wire.NO_STATS
+        self._left = plan.shape.payload_bytes
+        self._chunk = pb.LookupChunk(
+            request_id=request_id, shape=wire.shape_message(plan), mask=wire.mask_bytes(plan.request)
+        )
+
+    def add_stats(self, stats: wire.BatchStats) -> None:
+        self._totals = wire.add_stats(self._totals, stats)
+
+    async def send(self, payload: bytes) -> None:
+        self._left -= len(payload)
+        self._chunk.payload = payload
+        if self._left:
+            await self._write(self._chunk)
+            self._chunk = pb.LookupChunk(request_id=self._chunk.request_id)
+
+    async def end(self) -> None:
+        assert self._left == 0
+        self._chunk.stats.CopyFrom(wire.stats_message(self._request, self._totals))
+        self._chunk.last = True
+        await self._write(self._chunk)

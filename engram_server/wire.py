@@ -1,0 +1,227 @@
+"""Between the messages of engram.proto and the server's own types: nothing here reads a row or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+import engram_server
+from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
+from engram_server import lookup
+from engram_server.limits import Limits
+from engram_server.lookup import InvalidRequestError, MismatchError, Plan, Request
+from engram_server.memory import Memory
+
+PROTOCOL_VERSION = 1
+
+_FORMAT_NUMBERS: dict[_core.Format, pb.Format] = {
+    _core.Format.PACKED: pb.FORMAT_PACKED,
+    _core.Format.PACKED_FP8: pb.FORMAT_PACKED_FP8,
+    _core.Format.BF16: pb.FORMAT_BF16,
+    _core.Format.FP32: pb.FORMAT_FP32,
+}
+_FORMATS: dict[int, _core.Format] = {
+    pb.FORMAT_UNSPECIFIED: _core.Format.PACKED,
+    **{number: format for format, number in _FORMAT_NUMBERS.items()},
+}
+_SCALES = {"memory": pb.SCALE_PLACEMENT_MEMORY, "disk": pb.SCALE_PLACEMENT_DISK}
+_ROW_KINDS = {_core.RowKind.FP4: pb.ROW_KIND_FP4, _core.RowKind.FP8: pb.ROW_KIND_FP8}
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def rows_of(message: pb.LookupRequest, memory: Memory) -> int:
+    """Rows a request asks for by the size of its keys (see Limits.request_rows), before any work is done."""
+    match message.WhichOneof("keys"):
+        case "tokens":
+            tokens = sum(len(sequence.tokens) for sequence in message.tokens.sequences) // 4
+            return tokens * len(memory.spec.layers) * memory.spec.columns
+        case "blocks":
+            return sum(len(block.ids) // max(4, block.id_bytes) for block in message.blocks.layers)
+        case "rows":
+            return len(message.rows.ids) // max(4, message.rows.id_bytes)
+    raise InvalidRequestError("the request names no rows: set tokens, blocks or rows")
+
+
+def request_from(message: pb.LookupRequest, memory: Memory) -> Request:
+    """Check and hash one request. Takes time in proportion to `rows_of`; safe in any thread.
+
+    Raises InvalidRequestError and MismatchError.
+    """
+    if message.protocol_version not in (0, PROTOCOL_VERSION):
+        raise MismatchError(
+            f"the client speaks version {message.protocol_version} of engram.proto; this server "
+            f"(engram-server {engram_server.__version__}) speaks version {PROTOCOL_VERSION}"
+        )
+    if message.HasField("pins"):
+        tables = {pin.layer: pin.digest for pin in message.pins.tables}
+        lookup.check_pins(memory, tables, message.pins.token_map, message.pins.hash)
+    if message.format not in _FORMATS:
+        raise InvalidRequestError(f"format {message.format} is not one of {pb.Format.keys()[1:]}")
+    format = _FORMATS[message.format]
+    columns = (message.columns.begin, message.columns.end) if message.HasField("columns") else None
+    keys = message.WhichOneof("keys")
+    if keys != "tokens" and message.layers:
+        raise InvalidRequestError(f"`layers` goes with `tokens`; `{keys}` names its layers itself")
+    if keys == "tokens":
+        sequences = [
+            (
+                _int32(sequence.tokens, f"sequence {index}, tokens"),
+                _int32(sequence.history, f"sequence {index}, history"),
+            )
+            for index, sequence in enumerate(message.tokens.sequences)
+        ]
+        return lookup.from_tokens(
+            memory, sequences, layers=message.layers, columns=columns, format=format, unique=message.unique
+        )
+    if keys == "blocks":
+        blocks = [
+            (block.layer, _block(block.ids, block.id_bytes, block.layer, memory.spec.columns))
+            for block in message.blocks.layers
+        ]
+        return lookup.from_blocks(memory, blocks, columns=columns, format=format, unique=message.unique)
+    if columns is not None:
+        raise InvalidRequestError("`columns` goes with `tokens` and `blocks`; a list of rows has no columns")
+    ids = _ids(message.rows.ids, message.rows.id_bytes, f"layer {message.rows.layer}")
+    return lookup.from_rows(memory, message.rows.layer, ids, format=format, unique=message.unique)
+
+
+def _int32(data: bytes, where: str) -> NDArray[np.int32]:
+    if len(data) % 4:
+        raise InvalidRequestError(f"{where}: {len(data)} bytes are not a whole number of int32")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _ids(data: bytes, id_bytes: int, where: str) -> NDArray[np.int32] | NDArray[np.int64]:
+    if id_bytes not in (4, 8):
+        raise InvalidRequestError(f"{where}: id_bytes is {id_bytes}; expected 4 (int32) or 8 (int64)")
+    if len(data) % id_bytes:
+        raise InvalidRequestError(f"{where}: {len(data)} bytes are not a whole number of {id_bytes}-byte ids")
+    return np.frombuffer(data, dtype="<i4" if id_bytes == 4 else "<i8")
+
+
+def _block(data: bytes, id_bytes: int, layer: int, columns: int) -> NDArray[np.int32] | NDArray[np.int64]:
+    ids = _ids(data, id_bytes, f"layer {layer}")
+    if len(ids) % columns:
+        raise InvalidRequestError(
+            f"layer {layer}: {len(ids)} row ids are not a whole number of blocks of {columns} "
+            "(every column of every position)"
+        )
+    return ids.reshape(-1, columns)
+
+
+# ------------------------------------------------------------------------------------------------- replies
+
+
+def shape_message(plan: Plan) -> pb.ReplyShape:
+    """What the payload of an answer holds."""
+    shape = plan.shape
+    return pb.ReplyShape(
+        tokens=shape.tokens,
+        layers=shape.layers,
+        columns=shape.columns,
+        row_bytes=shape.row_bytes,
+        format=_FORMAT_NUMBERS[shape.format],
+        unique_rows=shape.unique_rows,
+        payload_bytes=shape.payload_bytes,
+    )
+
+
+def mask_bytes(request: Request) -> bytes:
+    """uint8[T], 1 = image position; empty for row ids."""
+    return b"" if request.mask is None else request.mask.tobytes()
+
+
+def inverse_bytes(plan: Plan) -> Iterator[bytes]:
+    """The inverse of each layer, int32[T, C] little-endian."""
+    for inverse in plan.inverse:
+        yield inverse.astype("<i4", copy=False).tobytes()
+
+
+BatchStats: TypeAlias = tuple[int, int, int, int, int, int]
+"""As Batch.stats."""
+
+NO_STATS: BatchStats = (0, 0, 0, 0, 0, 0)
+
+
+def add_stats(a: BatchStats, b: BatchStats) -> BatchStats:
+    """The two together."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5])
+
+
+def stats_message(request: Request, totals: BatchStats) -> pb.LookupStats:
+    """`totals` sums Batch.stats over the batches of one request.
+
+    `rows` counts the keys of the request, also where only its distinct rows were submitted.
+    """
+    _, distinct, cached, joined, reads, read_bytes = totals
+    return pb.LookupStats(
+        rows=request.rows,
+        distinct=distinct,
+        cached=cached,
+        joined=joined,
+        reads=reads,
+        read_bytes=read_bytes,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ Describe
+
+
+def describe(memory: Memory, limits: Limits, server_id: str) -> pb.DescribeReply:
+    """What is served, as of now."""
+    spec = memory.spec
+    token_map = memory.token_map
+    return pb.DescribeReply(
+        protocol_version=PROTOCOL_VERSION,
+        server_version=engram_server.__version__,
+        server_id=server_id,
+        spec=pb.ModelSpec(
+            model_type=spec.model_type,
+            layers=spec.layers,
+            max_ngram_size=spec.max_ngram_size,
+            heads=spec.heads,
+            columns=spec.columns,
+            head_dim=spec.head_dim,
+            engram_vocab_size=spec.engram_vocab_size,
+            token_vocab_size=len(token_map.ids) if token_map else 0,
+            compressed_vocab_size=spec.compressed_vocab_size,
+            pad_token_id=spec.pad_token_id,
+            image_token_id=spec.image_token_id,
+        ),
+        digests=pb.Digests(token_map=token_map.sha256 if token_map else b"", hash=memory.hash_digest),
+        tables=[_table(memory, layer) for layer in memory.tables],
+        formats=list(_FORMAT_NUMBERS.values()),
+        limits=pb.Limits(
+            message_bytes=limits.message_bytes,
+            unary_reply_bytes=limits.unary_reply_bytes,
+            chunk_bytes=limits.chunk_bytes,
+            request_rows=limits.request_rows,
+            stream_requests=limits.stream_requests,
+            concurrent_rpcs=limits.concurrent_rpcs,
+        ),
+        backend=pb.BackendInfo(
+            name=memory.reader.backend, reason=memory.reader.reason, fallback=memory.reader.fallback
+        ),
+        scales_reason=memory.scale_decision.reason,
+    )
+
+
+def _table(memory: Memory, layer: int) -> pb.TableInfo:
+    table = memory.tables[layer]
+    loaded, _, error = memory.engine.scale_progress(layer)
+    return pb.TableInfo(
+        layer=layer,
+        rows=table.rows,
+        kind=_ROW_KINDS[table.kind],
+        row_bytes=table.row_bytes,
+        digest=table.digest,
+        scales=_SCALES[memory.scale_decision.mode],
+        scale_rows_loaded=loaded,
+        scales_error=error,
+    )
