@@ -1,1 +1,75 @@
-"""Client of engram-server."""
+"""Client of engram-server: rows of the Engram tables as NumPy arrays or torch tensors.
+
+    from engram_client import EngramClient
+
+    with EngramClient("127.0.0.1:50051") as client:
+        found = client.lookup([0, 3, 17])
+        found.values   # uint16[3, 2, 24, 256]: tokens, layers, columns, bf16 bit patterns
+        found.torch()  # the same as torch.bfloat16
+
+`EngramClient` is for threads, `AsyncEngramClient` for asyncio, `EngramMemory` reads a checkpoint in this
+process without a server. All have the same methods and raise the same exceptions, see `EngramError`.
+"""
+
+from typing import TYPE_CHECKING
+
+from engram_client._aio import AsyncEngramClient
+from engram_client._aio_stream import AsyncLookupStream
+from engram_client._config import NO_RETRY, Limits, Retry, Timeouts
+from engram_client._description import Description, ModelFacts, ServerLimits, TableFacts
+from engram_client._errors import (
+    DataLossError,
+    DeadlineError,
+    EngramError,
+    InvalidRequestError,
+    MismatchError,
+    OverloadedError,
+    ProtocolError,
+    ServerError,
+    UnavailableError,
+)
+from engram_client._result import Format, Lookup, Stats, to_torch
+from engram_client._sync import EngramClient
+from engram_client._sync_stream import LookupStream, PendingLookup
+
+if TYPE_CHECKING:
+    from engram_client._embedded import EngramMemory
+
+__all__ = [
+    "NO_RETRY",
+    "AsyncEngramClient",
+    "AsyncLookupStream",
+    "DataLossError",
+    "DeadlineError",
+    "Description",
+    "EngramClient",
+    "EngramError",
+    "EngramMemory",
+    "Format",
+    "InvalidRequestError",
+    "Limits",
+    "Lookup",
+    "LookupStream",
+    "MismatchError",
+    "ModelFacts",
+    "OverloadedError",
+    "PendingLookup",
+    "ProtocolError",
+    "Retry",
+    "ServerError",
+    "ServerLimits",
+    "Stats",
+    "TableFacts",
+    "Timeouts",
+    "UnavailableError",
+    "to_torch",
+]
+
+
+def __getattr__(name: str) -> object:
+    # EngramMemory brings the native core and the tokenizer library: only for those who use it.
+    if name == "EngramMemory":
+        from engram_client._embedded import EngramMemory
+
+        return EngramMemory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

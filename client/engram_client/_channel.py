@@ -1,0 +1,49 @@
+"""gRPC channels, and what is known about the servers behind them."""
+
+from __future__ import annotations
+
+from engram_client._config import Limits, Timeouts
+from engram_client._description import Description
+from engram_client._errors import MismatchError
+
+
+def channel_options(limits: Limits, timeouts: Timeouts) -> list[tuple[str, int]]:
+    """For sync and async channels alike."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        # Checked before sending, with a better sentence than gRPC has.
+        ("grpc.max_send_message_length", -1),
+        # Rows come from a machine of ours: a proxy meant for the web has no place in between.
+        ("grpc.enable_http_proxy", 0),
+        # gRPC would wait up to two minutes between attempts to reconnect; a restart takes seconds.
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        # Also how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", int(timeouts.connect_s * 1000)),
+        # Clients must not share the back-off of another client's dead connection.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class Identity:
+    """What the first server a client met serves: all that follow, restarted ones too, must serve the same."""
+
+    def __init__(self) -> None:
+        self._first: Description | None = None
+        self._first_target = ""
+
+    def check(self, description: Description, target: str) -> Description:
+        """Raises MismatchError naming what differs."""
+        if self._first is None:
+            self._first, self._first_target = description, target
+            return description
+        ours, theirs = self._first.identity(), description.identity()
+        for name in ours | theirs:
+            if ours.get(name) != theirs.get(name):
+                raise MismatchError(
+                    f"the digest of its {name} is {theirs.get(name, b'').hex() or '(none)'}, but at "
+                    f"{self._first_target} it was {ours.get(name, b'').hex() or '(none)'}: they serve "
+                    "different rows; make a new client if that is intended",
+                    target=target,
+                )
+        return description

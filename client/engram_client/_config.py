@@ -1,0 +1,54 @@
+"""What a client is told once: how long to wait, how often to try, how much to hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long to wait, in seconds; None waits for ever."""
+
+    connect_s: float = 5.0
+    """For a target to accept a connection and describe itself, before the next target is tried."""
+    request_s: float | None = 120.0
+    """For one lookup, retries included; `timeout=` of a call overrides it."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """When a lookup is tried again: only when a server was unavailable, or overloaded.
+
+    Lookups change nothing, so trying again is always safe.
+    """
+
+    attempts: int = 4
+    """Rounds over the targets before an unavailable server is given up; tries of an overloaded one."""
+    backoff_s: float = 0.05
+    """Before the second round; doubles each time, and varies by ±50 % lest clients march in step."""
+    backoff_max_s: float = 1.0
+    """The longest wait between two rounds."""
+    wait_for_server_s: float = 5.0
+    """How long to go on trying, whatever `attempts` says, when no target answers: a restart takes seconds."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts is {self.attempts}; at least one is needed")
+        if min(self.backoff_s, self.backoff_max_s, self.wait_for_server_s) < 0:
+            raise ValueError("a wait cannot be negative")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client accepts and holds."""
+
+    message_bytes: int = 64 << 20
+    """Largest message in either direction; the server's own limit counts too."""
+    result_bytes: int = 8 << 30
+    """Largest result that is asked for. 65,536 tokens in float32 are 3.2 GB."""
+    stream_requests: int = 16
+    """Requests of one `stream()` that wait for their reply; one more waits to be sent."""
+
+
+NO_RETRY = Retry(attempts=1, wait_for_server_s=0.0)
+"""Fail at the first error, after every target was tried."""

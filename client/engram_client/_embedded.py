@@ -1,0 +1,159 @@
+"""The same lookups in process, without a server. Imported on first use: it brings the native core along."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_client._codec import build_result, expect
+from engram_client._config import Limits
+from engram_client._description import Description, description_from
+from engram_client._errors import (
+    DataLossError,
+    DeadlineError,
+    InvalidRequestError,
+    MismatchError,
+    OverloadedError,
+)
+from engram_client._query import BlockKeys, LookupMethods, Query, RowKeys, TokenKeys
+from engram_client._result import Lookup, Stats
+from engram_kernels import _core
+from engram_server import limits as server_limits
+from engram_server import lookup, wire
+from engram_server.memory import Memory, MemoryOptions
+
+_FORMATS = {name: format for format, name in lookup.FORMAT_NAMES.items()}
+_BUDGET_POLL_S = 0.005
+
+
+class EngramMemory(LookupMethods[Lookup]):
+    """Looks rows up in a checkpoint on this machine; every method of `EngramClient`, without a server.
+
+    Safe to share between threads; not usable in a forked child. Without `timeout=` a lookup takes the time it
+    takes. A context manager.
+
+        with EngramMemory.open("/models/DeepSeek-V4.1-Flash") as memory:
+            rows = memory.lookup([0, 3, 17]).values  # uint16[3, 2, 24, 256], bf16 bit patterns
+    """
+
+    def __init__(self, memory: Memory, limits: Limits | None = None) -> None:
+        """Takes `memory` over: closing this closes it."""
+        self._memory = memory
+        self._limits = limits or Limits()
+        self._id = secrets.token_hex(16)
+        self._description = self.describe()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], **options: Any) -> Self:
+        """Open a checkpoint directory or one shard. For `options` see engram_server.memory.MemoryOptions.
+
+        Raises what Memory.open raises: ValueError for files that cannot be served, OSError, RuntimeError.
+        """
+        return cls(Memory.open(Path(path), MemoryOptions(**options)))
+
+    def describe(self) -> Description:
+        """What is open, now; as EngramClient.describe."""
+        reply = wire.describe(self._memory, server_limits.Limits(), self._id)
+        return description_from(reply, "this process")
+
+    def close(self) -> None:
+        """Wait for reads in flight and close the tables."""
+        self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, query: Query, timeout: float | None) -> Lookup:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        expected = expect(query, self._description, self._limits)
+        with _client_errors():
+            lookup.check_pins(self._memory, query.pin or {})
+            plan = lookup.plan(self._memory, _request(self._memory, query))
+            payload = np.empty(plan.shape.payload_bytes, dtype=np.uint8)
+            stats = self._fill(payload, plan, deadline)
+        return build_result(expected, payload, plan.shape.unique_rows, plan.request.mask, stats)
+
+    def _fill(self, payload: NDArray[np.uint8], plan: lookup.Plan, deadline: float | None) -> Stats:
+        """Rows straight into their final place, block by block, the next one read meanwhile."""
+        filled = 0
+        totals = np.zeros(6, dtype=np.int64)
+        ahead: _core.Batch | None = None
+        for index, block in enumerate(plan.blocks):
+            batch = ahead or self._submit(block, deadline)
+            ahead = None
+            if index + 1 < len(plan.blocks):
+                # If there is no room for it now, there will be when this block's rows are out of the engine.
+                with suppress(_core.OverloadedError):
+                    ahead = self._memory.engine.submit(plan.blocks[index + 1].keys)
+            if not batch.wait(_left_s(deadline)):
+                raise DeadlineError("the rows were not read in the time allowed")
+            end = filled + block.positions * block.position_bytes
+            batch.gather_into(0, block.positions, plan.shape.format, payload[filled:end])
+            totals += batch.stats
+            filled = end
+            del batch
+        for inverse in plan.inverse:
+            end = filled + inverse.nbytes
+            payload[filled:end] = inverse.view(np.uint8)
+            filled = end
+        _, distinct, cached, joined, reads, read_bytes = totals.tolist()
+        return Stats(plan.request.rows, distinct, cached, joined, reads, read_bytes)
+
+    def _submit(self, block: lookup.Block, deadline: float | None) -> _core.Batch:
+        """Submit, waiting for room that other threads' lookups take."""
+        while True:
+            try:
+                return self._memory.engine.submit(block.keys)
+            except _core.OverloadedError:
+                if _left_s(deadline) == 0.0:
+                    raise
+            time.sleep(_BUDGET_POLL_S)
+
+
+def _request(memory: Memory, query: Query) -> lookup.Request:
+    format, unique, columns = _FORMATS[query.format], query.unique, query.columns
+    match query.keys:
+        case TokenKeys(sequences):
+            return lookup.from_tokens(
+                memory,
+                sequences,
+                layers=query.layers or (),
+                columns=columns,
+                format=format,
+                unique=unique,
+            )
+        case BlockKeys(layers):
+            blocks = list(layers.items())
+            return lookup.from_blocks(memory, blocks, columns=columns, format=format, unique=unique)
+        case RowKeys(layer, ids):
+            return lookup.from_rows(memory, layer, ids, format=format, unique=unique)
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """The exceptions a server's statuses would have become."""
+    try:
+        yield
+    except lookup.InvalidRequestError as error:
+        raise InvalidRequestError(str(error)) from error
+    except lookup.MismatchError as error:
+        raise MismatchError(str(error)) from error
+    except _core.RowError as error:
+        raise DataLossError(str(error)) from error
+    except _core.OverloadedError as error:
+        raise OverloadedError(str(error)) from error

@@ -1,0 +1,88 @@
+"""The exceptions of engram_client, and how gRPC statuses become them.
+
+EngramError
+├── UnavailableError      no server answers at any target (after the retries allowed)
+├── OverloadedError       the server has no room for the request now (after the retries allowed)
+├── DeadlineError         the time allowed ran out; also a TimeoutError
+├── InvalidRequestError   the request is malformed, out of range or too large; also a ValueError
+├── MismatchError         the server serves another table, token map or protocol version than relied on
+├── DataLossError         a row could not be read: damaged or truncated table
+├── ProtocolError         a reply that contradicts the request or itself; none of it was used
+└── ServerError           anything else the server failed with; `code` says what
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class EngramError(Exception):
+    """Anything that went wrong with a lookup. The text carries the facts; never a partial result."""
+
+    def __init__(self, text: str, *, target: str | None = None, code: str | None = None) -> None:
+        super().__init__(f"{target}: {text}" if target else text)
+        self.target = target
+        """The server it came from, if one was involved."""
+        self.code = code
+        """Name of the gRPC status, if there was one."""
+
+
+class UnavailableError(EngramError):
+    """No server answers at any target."""
+
+
+class OverloadedError(EngramError):
+    """The server has no room for the request now."""
+
+
+class DeadlineError(EngramError, TimeoutError):
+    """The time allowed for the request ran out."""
+
+
+class InvalidRequestError(EngramError, ValueError):
+    """The request is malformed, out of range or too large: the same request will fail again."""
+
+
+class MismatchError(EngramError):
+    """The server serves another table, token map or protocol version than the request relies on."""
+
+
+class DataLossError(EngramError):
+    """A row could not be read. Other rows may be fine."""
+
+
+class ProtocolError(EngramError):
+    """A reply that contradicts the request or itself."""
+
+
+class ServerError(EngramError):
+    """The server failed in a way that has no name here; see `code`."""
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: MismatchError,
+    grpc.StatusCode.DATA_LOSS: DataLossError,
+}
+_BY_NUMBER: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
+
+
+def from_status(status: grpc.StatusCode, text: str, target: str) -> EngramError:
+    """The exception for a gRPC status."""
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        text = "no answer in the time allowed"
+    return _BY_STATUS.get(status, ServerError)(text or status.name, target=target, code=status.name)
+
+
+def from_number(number: int, text: str, target: str) -> EngramError:
+    """The exception for a status sent as a number, as in the `Error` of a stream."""
+    return from_status(_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN), text, target)
+
+
+def from_rpc(error: grpc.RpcError, target: str) -> EngramError:
+    """The exception for what a gRPC call raised."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    return from_status(error.code(), error.details() or "", target)

@@ -1,0 +1,142 @@
+"""Connections to the targets of a client for threads, and the loop that tries them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from engram_client._channel import Identity, channel_options
+from engram_client._codec import Assembler, expect, must_stream, request_message
+from engram_client._config import Limits, Retry, Timeouts
+from engram_client._description import Description, description_from
+from engram_client._errors import DeadlineError, EngramError, ProtocolError, UnavailableError, from_rpc
+from engram_client._proto import engram_pb2 as pb
+from engram_client._proto import engram_pb2_grpc as pb_grpc
+from engram_client._query import Query
+from engram_client._result import Lookup
+from engram_client._retry import Attempts
+
+T = TypeVar("T")
+
+
+class ChunkCall(Protocol):
+    """A stream call of gRPC, as far as it is used here."""
+
+    def __iter__(self) -> Iterator[pb.LookupChunk]: ...
+    def cancel(self) -> object: ...
+
+
+class Connection:
+    """One target: a channel, which reconnects by itself, and what is known of the server behind it."""
+
+    def __init__(self, target: str, timeouts: Timeouts, limits: Limits, identity: Identity) -> None:
+        self.target = target
+        self._timeouts = timeouts
+        self._limits = limits
+        self._identity = identity
+        self._channel = grpc.insecure_channel(target, options=channel_options(limits, timeouts))
+        self._stub: Any = pb_grpc.EngramStub(self._channel)  # type: ignore[no-untyped-call]
+        self._description: Description | None = None
+
+    def describe(self, attempts: Attempts) -> Description:
+        """Ask, now. Raises UnavailableError when the server does not answer within Timeouts.connect_s."""
+        timeout_s = attempts.remaining_s(at_most=self._timeouts.connect_s)
+        try:
+            reply = self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            failure = from_rpc(error, self.target)
+            if isinstance(failure, DeadlineError):
+                raise UnavailableError(f"no answer within {timeout_s:.3g} s", target=self.target) from error
+            raise failure from error
+        self._description = self._identity.check(description_from(reply, self.target), self.target)
+        return self._description
+
+    def description(self, attempts: Attempts) -> Description:
+        """What the server said when last asked."""
+        return self._description or self.describe(attempts)
+
+    def forget(self) -> None:
+        """Ask again before the next lookup: the server may be another one."""
+        self._description = None
+
+    def lookup(self, query: Query, request_id: int, attempts: Attempts) -> Lookup:
+        """One try at one lookup, unary or as a stream of its own by the size of the reply."""
+        description = self.description(attempts)
+        expected = expect(query, description, self._limits)
+        request = request_message(query, request_id, description, self._limits)
+        assembler = Assembler(expected, request_id, self.target)
+        timeout_s = attempts.remaining_s()
+        try:
+            if not must_stream(expected, description, self._limits):
+                return assembler.whole(self._stub.Lookup(request, timeout=timeout_s))
+            chunks = self._stub.LookupStream(iter([request]), timeout=timeout_s)
+            try:
+                for chunk in chunks:
+                    if (result := assembler.add(chunk)) is not None:
+                        return result
+            finally:
+                chunks.cancel()
+        except grpc.RpcError as error:
+            raise from_rpc(error, self.target) from error
+        raise ProtocolError("the stream ended before the reply did", target=self.target)
+
+    def open_stream(self, requests: Iterator[pb.LookupRequest]) -> ChunkCall:
+        """A stream without a deadline; iterating the call raises grpc.RpcError when it breaks."""
+        call: ChunkCall = self._stub.LookupStream(requests)
+        return call
+
+    def close(self) -> None:
+        """End calls under way and disconnect."""
+        self._channel.close()
+
+
+class Pool:
+    """The connections of one client; the one in use is left for the next when its server fails."""
+
+    def __init__(self, targets: tuple[str, ...], timeouts: Timeouts, retry: Retry, limits: Limits) -> None:
+        identity = Identity()
+        self._connections = [Connection(target, timeouts, limits, identity) for target in targets]
+        self._current = 0
+        self._timeouts = timeouts
+        self._retry = retry
+        self._ids = itertools.count(1)
+
+    def next_id(self) -> int:
+        """A request id of this client."""
+        return next(self._ids)
+
+    def attempts(self, timeout_s: float | None) -> Attempts:
+        """The tries that one call may make; timeout_s None = Timeouts.request_s."""
+        if timeout_s is None:
+            timeout_s = self._timeouts.request_s
+        return Attempts(self._retry, len(self._connections), timeout_s)
+
+    def endless_attempts(self) -> Attempts:
+        """The tries of a stream that has no deadline."""
+        return Attempts(self._retry, len(self._connections), None)
+
+    def run(self, call: Callable[[Connection], T], attempts: Attempts) -> T:
+        """Make a call until it succeeds, or fails in a way that trying again would not mend."""
+        while True:
+            connection = self._connections[self._current]
+            try:
+                return call(connection)
+            except EngramError as error:
+                time.sleep(self.leave(connection, error, attempts))
+
+    def leave(self, connection: Connection, error: EngramError, attempts: Attempts) -> float:
+        """After a failure: choose the next connection; returns the seconds to wait, or raises `error`."""
+        delay = attempts.delay_after(error)
+        connection.forget()
+        if self._connections[self._current] is connection:
+            self._current = (self._current + 1) % len(self._connections)
+        return delay
+
+    def close(self) -> None:
+        """End calls under way and disconnect."""
+        for connection in self._connections:
+            connection.close()

@@ -1,0 +1,63 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from engram_client._config import Limits, Retry, Timeouts
+from engram_client._description import Description
+from engram_client._pool import Pool
+from engram_client._query import LookupMethods, Query
+from engram_client._result import Lookup
+from engram_client._sync_stream import LookupStream
+from engram_client._targets import DEFAULT_TARGET, parse_targets
+
+
+class EngramClient(LookupMethods[Lookup]):
+    """Looks rows up at a server. Safe to share between threads; not usable in a forked child.
+
+    With several targets the first that answers is used until it fails, then the next in order. All must serve
+    the same tables. A context manager.
+
+        with EngramClient("127.0.0.1:50051") as client:
+            rows = client.lookup([0, 3, 17]).values  # uint16[3, 2, 24, 256], bf16 bit patterns
+    """
+
+    def __init__(
+        self,
+        targets: str | Sequence[str] = DEFAULT_TARGET,
+        *,
+        timeouts: Timeouts | None = None,
+        retry: Retry | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Connects with the first call. Raises ValueError for a target that is not one."""
+        self._limits = limits or Limits()
+        self._pool = Pool(parse_targets(targets), timeouts or Timeouts(), retry or Retry(), self._limits)
+
+    def describe(self, *, timeout: float | None = None) -> Description:
+        """Ask the server what it serves, now."""
+        attempts = self._pool.attempts(timeout)
+        return self._pool.run(lambda connection: connection.describe(attempts), attempts)
+
+    def stream(self) -> LookupStream:
+        """Open a stream that stays open for many lookups, several of them under way at once.
+
+        What a decode loop wants: half the time of a call of its own for each step.
+        """
+        return LookupStream(self._pool, self._limits)
+
+    def close(self) -> None:
+        """End calls under way and disconnect."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, query: Query, timeout: float | None) -> Lookup:
+        attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
+        return self._pool.run(lambda connection: connection.lookup(query, request_id, attempts), attempts)
