@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import partial
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server import lookup, wire
 from engram_server.limits import Limits
-from engram_server.lookup import SMALL_ROWS, Block, InvalidRequestError, Plan
+from engram_server.lookup import Block, InvalidRequestError, Plan
 from engram_server.memory import Memory
 
+_SMALL_ROWS = 16 * 1024
+"""Hashing or submitting so many rows takes about a millisecond: no longer than other requests may wait for it."""
+_SMALL_BYTES = 1 << 20
+"""The same for gathering."""
 _BUDGET_POLL_S = 0.01
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Fetcher:
@@ -59,7 +60,8 @@ class Fetcher:
 
     async def plan(self, message: pb.LookupRequest, rows: int) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
-        return await _sized_call(rows, _plan, message, self._memory, self._limits.block_bytes)
+        plan = partial(_plan, message, self._memory, self._limits.block_bytes)
+        return plan() if rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
 
     async def submit(self, block: Block, *, patient: bool) -> _core.Batch:
         """Start reading a block.
@@ -70,7 +72,8 @@ class Fetcher:
         give_up = time.monotonic() + (self._limits.budget_wait_s if patient else 0.0)
         while True:
             try:
-                return await _sized_call(block.rows, self._memory.engine.submit, block.keys, notify=True)
+                submit = partial(self._memory.engine.submit, block.keys, notify=True)
+                return submit() if block.rows <= _SMALL_ROWS else await asyncio.to_thread(submit)
             except _core.OverloadedError:
                 if time.monotonic() >= give_up:
                     raise
@@ -85,7 +88,9 @@ class Fetcher:
     ) -> bytes:
         """Payload of some positions of a block whose rows were read. Raises RowError if one was not."""
         try:
-            return await _sized_call(count * block.width, batch.gather, first, count, format)
+            gather = partial(batch.gather, first, count, format)
+            small = count * block.position_bytes <= _SMALL_BYTES
+            return gather() if small else await asyncio.to_thread(gather)
         except _core.RowError as error:
             if error.error == _core.ERROR_TRUNCATED:
                 self._on_truncated(str(error))
@@ -130,10 +135,3 @@ class Completions:
 
 def _plan(message: pb.LookupRequest, memory: Memory, block_bytes: int) -> Plan:
     return lookup.plan(memory, wire.request_from(message, memory), block_bytes)
-
-
-async def _sized_call(rows: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call here when few rows are concerned, else in a worker thread."""
-    if rows <= SMALL_ROWS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)

@@ -25,9 +25,6 @@ from engram_server.memory import Memory
 BLOCK_BYTES = 64 << 20
 """Packed rows of one block: about 10,000 tokens of both FP4 tables."""
 
-SMALL_ROWS = 16 * 1024
-"""Hashing, deduplicating or gathering up to this many rows takes about as long as waking a thread for it."""
-
 FORMAT_NAMES = {
     _core.Format.PACKED: "packed",
     _core.Format.PACKED_FP8: "packed-fp8",
@@ -46,7 +43,7 @@ class MismatchError(Exception):
     """What is served is not what the request relies on: another table, token map or protocol version."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """A checked request for rows: every id is -1 or a row of its layer's table."""
 
@@ -87,7 +84,7 @@ class Shape:
     payload_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """A part of a request that is submitted, and held in memory, as one batch."""
 
@@ -119,7 +116,7 @@ class Block:
             yield first, min(step, self.positions - first)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """How a request is answered: the blocks' payloads one after another, then the inverses."""
 

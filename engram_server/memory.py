@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -71,7 +72,7 @@ class Memory:
         """Model facts of the checkpoint."""
         return self.checkpoint.spec
 
-    @property
+    @cached_property
     def hash_digest(self) -> bytes:
         """See EngramSpec.hash_digest; empty without a token map, which says what the pad class is."""
         if self.token_map is None:

@@ -152,6 +152,8 @@ def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
+        # Clients ask too; gRPC would take more than one question in five minutes for an attack.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]
 
 
@@ -162,7 +164,7 @@ def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
     addresses = []
     if options.listen is not None:
         host, _, port = options.listen.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or int(port) > 65_535:
             raise ServeError(
                 f"cannot listen on {options.listen!r}: expected HOST:PORT, such as {DEFAULT_LISTEN}"
             )

@@ -1,6 +1,7 @@
 """Servers that go away, come back, fill up or are slow: what a client does about it."""
 
 import asyncio
+import signal
 import socket
 import threading
 import time
@@ -193,6 +194,22 @@ def test_peer_that_accepts_and_says_nothing() -> None:
         client = EngramClient(target, timeouts=timeouts, retry=NO_RETRY)
         with client, pytest.raises(UnavailableError):
             client.describe()
+
+
+def test_server_that_hangs_is_left(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
+    """Its machine still answers for it, so only the keep-alive can tell."""
+    timeouts = Timeouts(keepalive_s=1.0)
+    with (
+        serving(fp4_checkpoint, tmp_path) as first,
+        serving(fp4_checkpoint, tmp_path) as second,
+        EngramClient([*first.targets, *second.targets], timeouts=timeouts) as client,
+        client.stream() as stream,
+    ):
+        assert stream.lookup([5]).result().stats.rows == 48
+        first.process.send_signal(signal.SIGSTOP)
+        expected = truth.values(truth.ids([6]), "bf16")
+        assert same(stream.lookup([6]).result().values, expected)
+        assert right(truth, client, 7)
 
 
 def test_deadlines(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:

@@ -41,6 +41,9 @@ def server(fp4_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with serving(fp4_checkpoint, folder, **options) as process:
         yield process
         assert process.stop() == 0
+        log = process.log.read_text()
+        assert "ERROR:asyncio" not in log  # a task whose failure nobody saw
+        assert "fault of the server" not in log
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,10 @@ def channel_options(limits: Limits, timeouts: Timeouts) -> list[tuple[str, int]]
         ("grpc.max_reconnect_backoff_ms", 500),
         # Also how long one attempt to connect may take.
         ("grpc.min_reconnect_backoff_ms", int(timeouts.connect_s * 1000)),
+        ("grpc.keepalive_time_ms", int(timeouts.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timeouts.keepalive_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(timeouts.keepalive_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),  # 0 = as many as it takes
         # Clients must not share the back-off of another client's dead connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]

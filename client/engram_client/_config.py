@@ -13,6 +13,9 @@ class Timeouts:
     """For a target to accept a connection and describe itself, before the next target is tried."""
     request_s: float | None = 120.0
     """For one lookup, retries included; `timeout=` of a call overrides it."""
+    keepalive_s: float = 20.0
+    """A server that is silent for so long while lookups wait is asked whether it lives, and has as long again
+    to say so; else it counts as unavailable."""
 
 
 @dataclass(frozen=True)

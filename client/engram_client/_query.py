@@ -16,7 +16,7 @@ from engram_client._result import Format
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenKeys:
     """Token ids to hash."""
 
@@ -24,7 +24,7 @@ class TokenKeys:
     """(tokens int32[n], history int32[0..3] oldest first) of each sequence."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockKeys:
     """Whole blocks of row ids."""
 
@@ -32,7 +32,7 @@ class BlockKeys:
     """int32 or int64[T, all columns], by layer, in reply order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowKeys:
     """A flat list of row ids."""
 
@@ -41,7 +41,7 @@ class RowKeys:
     """int32 or int64[n]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Query:
     """One lookup. Types and dtypes are right; whether layers and ids exist is the server's to say."""
 

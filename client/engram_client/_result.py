@@ -38,7 +38,7 @@ class Stats:
     """Bytes those reads asked for, alignment included."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lookup:
     """The rows of one request.
 

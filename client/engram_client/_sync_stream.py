@@ -41,7 +41,8 @@ class PendingLookup:
         """Wait for the rows. Raises what the lookup failed with; DeadlineError when its time ran out."""
         while True:
             try:
-                return self._future.result(self._attempts.remaining_s())
+                wait_s = 0.0 if self._future.done() else self._attempts.remaining_s()
+                return self._future.result(wait_s)
             except OverloadedError as error:
                 time.sleep(self._attempts.delay_after(error))
                 self._future = self._stream.send(self._query, self._attempts)
