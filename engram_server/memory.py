@@ -6,6 +6,7 @@ the bytes.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,8 @@ from engram_server.spec import EngramSpec
 from engram_server.tables.checkpoint import Checkpoint, PlaneRef, TableRef, open_checkpoint
 from engram_server.tables.placement import ScaleDecision, ScaleMode, decide_scales
 from engram_server.tokens import TokenMap, find_tokenizer, load_token_map, ngram_hash
+
+log = logging.getLogger("engram_server")
 
 Backend = Literal["auto", "io_uring", "pread", "mmap"]
 
@@ -93,6 +96,7 @@ class Memory:
             depth=options.io_depth,
             threads=options.io_threads,
         )
+        _warn_of(reader)
         engine = _core.Engine(reader, _engine_tables(checkpoint), budget_bytes=options.budget_bytes)
         try:
             # Digests first: their reads prove every plane, and the scale loads would compete with them.
@@ -134,6 +138,20 @@ class Memory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _warn_of(reader: _core.Reader) -> None:
+    """Say once, loudly, what makes reads slower than they could be."""
+    if reader.fallback:
+        log.warning("backend %s instead of io_uring: %s", reader.backend, reader.reason)
+    elif reader.backend == "io_uring" and "buffers" not in reader.registered:
+        log.warning(
+            "io_uring runs without registered buffers, at more CPU per read: raise the locked-memory limit "
+            "(`ulimit -l`, LimitMEMLOCK= in systemd, --ulimit memlock in Docker)"
+        )
+    for file in reader.files:
+        if not file.direct:
+            log.warning("%s is read through the page cache: %s", file.path, file.reason)
 
 
 def _engine_tables(checkpoint: Checkpoint) -> list[_core.Table]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,3 +226,36 @@ def test_a_broken_ring_asked_for_by_name_fails_every_request_with_its_cause(tabl
         assert "could not be read" in outcome[1]
     assert (report["backend"], report["fallback"]) == ("io_uring", False)
     assert report["reason"].startswith("BROKEN: io_uring_enter failed")
+
+
+WITHOUT_LOCKED_MEMORY = """
+    import os, resource, sys
+    import numpy as np
+    from engram_kernels import _core
+
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (128 << 10, 128 << 10))  # the ring fits, its buffers do not
+    if os.geteuid() == 0:  # root may lock what it likes
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    reader = _core.Reader([sys.argv[1]], backend="io_uring")
+    out = np.zeros((1, 100), np.uint8)
+    item = [np.asarray([value], dtype) for value, dtype in ((0, "u4"), (777, "u8"), (100, "u4"))]
+    errors = reader.read(*item, out)
+    print(reader.registered, errors.tolist(), out.tobytes() == open(sys.argv[1], "rb").read()[777:877])
+"""
+
+
+def test_io_uring_runs_without_registered_buffers_where_locked_memory_is_limited() -> None:
+    # Not in tmp_path, which nobody but its owner may enter.
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(os.urandom(10_000))
+        Path(file.name).chmod(0o644)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(WITHOUT_LOCKED_MEMORY), file.name],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert done.stdout.split(maxsplit=1) == ["files", "[0] True\n"]
