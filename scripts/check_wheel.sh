@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves the wheel in dist/ (or the one named): it installs into a clean venv without a compiler, uses the liburing it
-# carries and none of the system's, and starts.
+# carries and none of the system's, and looks rows up.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 source "$root/scripts/common.sh"
@@ -47,4 +47,8 @@ assert "torch" not in sys.modules, "importing the packages imports torch"
 print(f"wheel: liburing is {', '.join(pathlib.Path(library).name for library in mapped)}; {len(files)} files")
 PY
 venv/bin/engram-server --help >/dev/null
+# The whole of it once: write tables, open them, read a row.
+venv/bin/engram-server synth tables --engram-vocab-size 1000 >/dev/null
+venv/bin/engram-server lookup tables --rows 14:0,17,-1 --output rows.npy >/dev/null
+venv/bin/python -I -c 'import numpy; rows = numpy.load("rows.npy"); assert rows.shape == (3, 136) and rows[:2].any(1).all() and not rows[2].any()'
 echo "wheel: ok"
