@@ -150,6 +150,7 @@ def test_text_needs_the_tokenizer_that_the_server_hashes_with(fp4_checkpoint: Pa
 def test_inspect_tells_what_is_there_and_what_is_wrong(fp4_checkpoint: Path, tmp_path: Path) -> None:
     report = json.loads(done("inspect", fp4_checkpoint, "--json"))
     assert report["problems"] == []
+    assert report["tokenizer"]["token_map_digest"] == FACTS["token_map_sha256_int32_le"]
     assert "can be served" in done("inspect", fp4_checkpoint)
     for file in fp4_checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
