@@ -125,9 +125,9 @@ class Memory:
     def scale_progress(self) -> tuple[int, int, str]:
         """Rows whose scales are in memory, rows in all, and the first error ("" = none), over all layers."""
         progress = [self.engine.scale_progress(layer) for layer in self.tables]
-        errors = [error for _, _, error in progress if error]
-        loaded, rows = (sum(part[i] for part in progress) for i in (0, 1))
-        return loaded, rows, errors[0] if errors else ""
+        loaded = sum(loaded for loaded, _, _ in progress)
+        rows = sum(rows for _, rows, _ in progress)
+        return loaded, rows, next((error for _, _, error in progress if error), "")
 
     def close(self) -> None:
         """Wait for reads in flight and stop the native threads."""

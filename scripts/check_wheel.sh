@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves the wheel in dist/ (or the one named): it installs into a clean venv without a compiler, uses the liburing it
-# carries and none of the system's, and starts.
+# carries and none of the system's, and looks rows up.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 source "$root/scripts/common.sh"
@@ -46,5 +46,10 @@ assert {"LICENSE", "liburing.txt", "nanobind.txt"} <= names, "licence texts are 
 assert "torch" not in sys.modules, "importing the packages imports torch"
 print(f"wheel: liburing is {', '.join(pathlib.Path(library).name for library in mapped)}; {len(files)} files")
 PY
-venv/bin/engram-server --help >/dev/null
+# The whole of it once: write tables, open them, read rows.
+for command in "--help" "synth tables --engram-vocab-size 1000" "lookup tables --rows 14:0,17,-1 --output rows.npy"; do
+  read -ra arguments <<<"$command"
+  venv/bin/engram-server "${arguments[@]}" >log 2>&1 || { cat log >&2; die "engram-server $command failed"; }
+done
+venv/bin/python -I -c 'import numpy; rows = numpy.load("rows.npy"); assert rows.shape == (3, 136) and rows[:2].any(1).all() and not rows[2].any()'
 echo "wheel: ok"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts of this folder: source it, do not run it.
 
 # die TEXT...: say what went wrong and stop.

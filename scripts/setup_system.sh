@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sees to the system packages of a build: a C++ compiler, pkg-config, liburing, Python 3.11+ with venv and headers, and
-# (unless called with --runtime) what benchmarks and tests need: fio to measure against, fuse3 to break reads below us. Missing ones are installed through apt, with sudo
-# when not root; on a system without apt it says what to install. Does nothing, quickly, when nothing is missing.
+# Sees to the system packages of a build: a C++ compiler, pkg-config, liburing, Python 3.11+ with venv and headers; and,
+# unless called with --runtime, to what tests and benchmarks need: fio to measure against, FUSE to break reads with.
+# Missing ones are installed through apt, with sudo when not root; on a system without apt it says what to install. Does
+# nothing, quickly, when nothing is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -21,7 +22,7 @@ missing() {
   fi
   if ((with_tests)); then
     command -v fio >/dev/null || echo "fio: fio"
-    command -v fusermount3 >/dev/null || echo "FUSE: fuse3 libfuse3-3"
+    command -v fusermount3 >/dev/null || echo "FUSE: fuse3"
   fi
   local python version
   if ! python="$(find_python)"; then

@@ -22,6 +22,7 @@ from engram_server.tables.checkpoint import (
 )
 from engram_server.tables.errors import TableError
 from engram_server.tables.layout import BACKBONE_PARTS
+from engram_server.tokens import TokenMapError, find_tokenizer, load_token_map
 
 Report = dict[str, Any]
 
@@ -30,8 +31,8 @@ def inspect(path: Path) -> Report:
     """Look at a checkpoint directory or shard and report everything found, in JSON's types.
 
     `problems` are sentences that say why it cannot be served (empty = it can); `notes` are about what serving
-    does not need. `config`, `tables` (with digests), `backbone_tensors` and `shards` are there as far as
-    they could be read. Never raises for a malformed checkpoint.
+    does not need. `config`, `tables` and `tokenizer` (with digests), `backbone_tensors` and `shards` are there
+    as far as they could be read. Never raises for a malformed checkpoint.
     """
     report: Report = {"path": str(path), "problems": [], "notes": []}
     problems: list[str] = report["problems"]
@@ -44,6 +45,7 @@ def inspect(path: Path) -> Report:
         spec = EngramSpec.from_file(source.config)
         report["config"] = _config_facts(source.config, spec)
         report["tables"] = _tables(source, spec, problems)
+        report["tokenizer"] = _tokenizer(source, spec, report["notes"], problems)
     except (SpecError, TableError) as error:
         problems.append(str(error))
     report["backbone_tensors"] = _backbone_tensors(source, report["notes"])
@@ -75,6 +77,12 @@ def format_report(report: Report) -> str:
                 f"mod 4096: {facts['offset_mod_4096']}), {facts['stride']} bytes a row"
             )
         lines.append(f"    digest {table['digest'] or 'not computed'}")
+    if tokenizer := report.get("tokenizer"):
+        lines += [
+            f"  tokenizer: {tokenizer['path']}, {tokenizer['tokens']:,} tokens in {tokenizer['classes']:,} classes",
+            f"    token map digest {tokenizer['token_map_digest']}",
+            f"    hash digest      {tokenizer['hash_digest']}",
+        ]
     for tensor in report.get("backbone_tensors", ()):
         lines.append(f"  {tensor['name']}: {tensor['dtype']}{tensor['shape']} in {tensor['shard']}")
     for shard in report.get("shards", ()):
@@ -137,6 +145,27 @@ def _tables(source: Source, spec: EngramSpec, problems: list[str]) -> list[Repor
     except TableError as error:
         problems.append(str(error))
     return facts
+
+
+def _tokenizer(source: Source, spec: EngramSpec, notes: list[str], problems: list[str]) -> Report | None:
+    """The tokenizer that serving would use, and the digests of the token map and the hash that follow from it."""
+    path = find_tokenizer(source.root, None, spec)
+    if path is None:
+        notes.append("no tokenizer.json: only row ids can be looked up, unless serving gets --tokenizer")
+        return None
+    try:
+        token_map = load_token_map(path, spec)
+        hash_digest = spec.hash_digest(token_map.class_of(spec.pad_token_id))
+    except TokenMapError as error:
+        problems.append(str(error))
+        return None
+    return {
+        "path": str(path),
+        "tokens": len(token_map.ids),
+        "classes": token_map.classes,
+        "token_map_digest": token_map.sha256.hex(),
+        "hash_digest": hash_digest.hex(),
+    }
 
 
 def _plane_facts(plane: PlaneRef) -> Report:

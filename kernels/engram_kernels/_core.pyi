@@ -148,6 +148,9 @@ class Reader:
 ERROR_TRUNCATED: int
 """The file ends inside the bytes asked for."""
 
+READ_BUFFER_BYTES: int
+"""Memory per read in flight, which io_uring registers and RLIMIT_MEMLOCK counts."""
+
 def error_text(error: int) -> str:
     """An item error in words."""
 
@@ -232,7 +235,12 @@ def unique_ids(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
 # ---------------------------------------------------------------------------------------- probes
 
 def probe_io_uring() -> dict[str, Any]:
-    """Set up a ring: {"ok", "errno", "reason", "features": [names], "operations": [...]}"""
+    """Set up a ring as the reader does: {"ok": bool, "errno": int, "reason": words, "" when ok,
+    "setup_flags": IORING_SETUP_* names without the prefix}."""
 
 def statx_dioalign(path: str) -> tuple[int, int]:
     """(memory alignment, offset alignment) that statx reports; (0, 0) when it reports none."""
+
+def hardware_queues(path: str) -> int:
+    """Hardware queues of the block device that holds the file, the default number of rings; 1 when that
+    cannot be told."""

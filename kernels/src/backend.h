@@ -77,6 +77,14 @@ std::unique_ptr<Backend> make_uring_backend(ReadContext&, const BackendOptions&,
 std::unique_ptr<Backend> make_pread_backend(ReadContext&, const BackendOptions&);
 std::unique_ptr<Backend> make_mmap_backend(ReadContext&, const BackendOptions&);
 
+// Whether this process may have a ring, set up with the flags the backend uses.
+struct RingProbe {
+  int error = 0;  // 0 or the errno of io_uring_setup
+  std::string reason{};
+  unsigned flags = 0;  // IORING_SETUP_*
+};
+RingProbe probe_ring();
+
 // Ends an item whose bytes lie in `buffer` as `progress` says.
 inline void finish_item(ReadContext& context, ReadJob& job, std::size_t index,
                         const ReadProgress& progress, const std::byte* buffer) {

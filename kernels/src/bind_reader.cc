@@ -6,8 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cerrno>
-#include <cstring>
 #include <system_error>
 
 #include "arrays.h"
@@ -83,15 +81,16 @@ auto read_items(Reader& reader, const InputArray<std::uint32_t, 1>& file,
 }
 
 nb::dict probe_io_uring() {
-  io_uring_params params{};
-  io_uring ring;
-  const int error = -::io_uring_queue_init_params(8, &ring, &params);
+  const RingProbe probe = probe_ring();
+  nb::list flags;
+  if (probe.flags & IORING_SETUP_SINGLE_ISSUER) flags.append("SINGLE_ISSUER");
+  if (probe.flags & IORING_SETUP_DEFER_TASKRUN) flags.append("DEFER_TASKRUN");
+  if (probe.flags & IORING_SETUP_COOP_TASKRUN) flags.append("COOP_TASKRUN");
   nb::dict result;
-  result["ok"] = error == 0;
-  result["errno"] = error;
-  result["reason"] = error == 0 ? "" : std::strerror(error);
-  result["features"] = error == 0 ? params.features : 0;
-  if (error == 0) ::io_uring_queue_exit(&ring);
+  result["ok"] = probe.error == 0;
+  result["errno"] = probe.error;
+  result["reason"] = probe.reason;
+  result["setup_flags"] = flags;
   return result;
 }
 
@@ -142,6 +141,7 @@ void bind_reader(nb::module_& m) {
       .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());
 
   m.attr("ERROR_TRUNCATED") = kErrorTruncated;
+  m.attr("READ_BUFFER_BYTES") = kSlotBytes;
   m.def("error_text", &error_text, nb::arg("error"));
   m.def("probe_io_uring", &probe_io_uring);
   m.def("statx_dioalign", &dioalign, nb::arg("path"));

@@ -38,6 +38,23 @@ std::string sentence(const char* call, int error) {
   }
 }
 
+// Takes the cheapest flags this kernel knows. 0 or the errno.
+int set_up_ring(unsigned depth, io_uring& ring, unsigned& flags) {
+  // Newest first: deferred task run saves most of the CPU per read, older kernels have less.
+  constexpr unsigned kFlagSets[] = {
+      IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+      IORING_SETUP_COOP_TASKRUN,
+      0,
+  };
+  int error = 0;
+  for (const unsigned set : kFlagSets) {
+    flags = set;
+    error = -::io_uring_queue_init(depth, &ring, flags);
+    if (error != EINVAL) break;
+  }
+  return error;
+}
+
 // The memory reads land in. Deliberately leaked when a ring broke with reads still in flight.
 class Slots {
  public:
@@ -117,19 +134,9 @@ class Ring {
 
  private:
   void set_up() {
-    // Newest first: deferred task run saves most of the CPU per read, older kernels have less.
-    constexpr unsigned kFlagSets[] = {
-        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
-        IORING_SETUP_COOP_TASKRUN,
-        0,
-    };
-    int error = 0;
-    for (const unsigned flags : kFlagSets) {
-      error = -::io_uring_queue_init(depth_, &ring_, flags);
-      if (error == 0) return;
-      if (error != EINVAL) break;
-    }
-    throw std::runtime_error(sentence("io_uring_setup", error));
+    unsigned flags;
+    const int error = set_up_ring(depth_, ring_, flags);
+    if (error != 0) throw std::runtime_error(sentence("io_uring_setup", error));
   }
 
   void register_resources() {
@@ -316,6 +323,19 @@ class UringBackend final : public Backend {
 };
 
 }  // namespace
+
+RingProbe probe_ring() {
+  io_uring ring;
+  RingProbe probe;
+  probe.error = set_up_ring(8, ring, probe.flags);
+  if (probe.error == 0) {
+    ::io_uring_queue_exit(&ring);
+  } else {
+    probe.reason = sentence("io_uring_setup", probe.error);
+    probe.flags = 0;
+  }
+  return probe;
+}
 
 std::unique_ptr<Backend> make_uring_backend(ReadContext& context, const BackendOptions& options,
                                             RingFailed ring_failed) {

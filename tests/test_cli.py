@@ -1,0 +1,205 @@
+"""The command line is a contract: what each command prints and writes, and how it fails."""
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles.facts import FACTS, nested_config
+from support.truth import Truth, same
+
+Result = subprocess.CompletedProcess[str]
+
+
+def engram_server(*arguments: object, timeout_s: float = 120) -> Result:
+    """Run the command as a user would."""
+    command = [sys.executable, "-m", "engram_server.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def done(*arguments: object) -> str:
+    """Its stdout; it must have succeeded."""
+    result = engram_server(*arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refused(*arguments: object, status: int = 1) -> str:
+    """Its stderr; it must have failed with a sentence of one line, not a traceback."""
+    result = engram_server(*arguments)
+    assert result.returncode == status, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("engram-server")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@contextmanager
+def served(path: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`engram-server serve` in a process of its own: its ready line, and the process."""
+    command = [sys.executable, "-m", "engram_server.cli", "serve", str(path), *map(str, options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline(), process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def sha256(numbers: list[Any]) -> str:
+    """Of nested lists, as little-endian int64."""
+    return hashlib.sha256(np.asarray(numbers, dtype="<i8").tobytes()).hexdigest()
+
+
+def test_help_teaches_every_command() -> None:
+    text = done("--help")
+    for command in ("synth", "inspect", "hash", "serve", "lookup", "doctor"):
+        assert f"    {command} " in text
+        assert "PATH" in done(command, "--help") or command == "synth"
+    assert re.fullmatch(r"engram-server \d+\.\d+\.\d+\n", done("--version"))
+    assert engram_server("nonsense").returncode == 2
+
+
+def test_hash_gives_the_official_digests_on_the_released_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(nested_config()))
+    document = json.loads(done("hash", tmp_path, "--tokens", "0,3", "--json"))
+    official = FACTS["official_digest_tokens_0_3"]
+    assert sha256(document["layers"]["1"]) == official["layer1"]
+    assert sha256(document["layers"]["14"]) == official["layer14"]
+    both = np.stack([document["layers"]["1"], document["layers"]["14"]], axis=1)
+    assert sha256(both.tolist()) == official["all_int64_le"]
+    assert document["mask"] == [False, False]
+
+
+def test_hash_takes_history_oldest_first_and_unknown_ids(fp4_checkpoint: Path) -> None:
+    truth = Truth(fp4_checkpoint, "fp4")
+    tokens, history = [42, truth.model.image_token_id, 7], [-1, 8, 9]
+    document = json.loads(
+        done("hash", fp4_checkpoint, "--tokens", "42,129264,7", "--history=-1,8,9", "--json")
+    )
+    expected = truth.ids(tokens, history)
+    assert document["layers"] == {"1": expected[:, 0].tolist(), "14": expected[:, 1].tolist()}
+    assert document["mask"] == [False, True, False]
+    text = done("hash", fp4_checkpoint, "--tokens", "42")
+    assert str(truth.ids([42])[0, 1, 23]) in text
+
+
+@pytest.mark.parametrize("format", ["packed", "packed-fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_lookup_writes_the_rows_of_tokens(
+    kind: str, format: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue(f"{kind}_checkpoint")
+    truth = Truth(checkpoint, kind)
+    output = tmp_path / "rows"
+    done("lookup", checkpoint, "--tokens", "5,6,5", "--history=3,4", "--format", format, "--output", output)
+    rows = np.load(output)
+    assert rows.shape[:2] == (3, 48)
+    expected = truth.values(truth.ids([5, 6, 5], [3, 4]), format)
+    assert same(rows, expected.reshape(3, 48, -1))
+
+
+def test_lookup_asks_servers_over_tcp_and_unix_sockets(fp8_checkpoint: Path, tmp_path: Path) -> None:
+    truth = Truth(fp8_checkpoint, "fp8")
+    socket = tmp_path / "engram.sock"
+    with served(fp8_checkpoint, "--listen", "127.0.0.1:0", "--uds", socket) as (line, _):
+        tcp = re.search(r" on (127\.0\.0\.1:\d+) and unix:", line)
+        assert tcp, line
+        assert "backend io_uring" in line
+        ids = [0, 17, -1, truth.oracle.rows(14) - 1, 17]
+        expected = truth.rows(14, ids, "packed")
+        for target in (tcp[1], f"unix:{socket}"):
+            output = tmp_path / "rows.npy"
+            done("lookup", target, "--rows", f"14:{','.join(map(str, ids))}", "--output", output)
+            assert same(np.load(output), expected)
+            document = json.loads(done("lookup", target, "--rows", "14:0,17", "--json"))
+            assert document["rows"] == expected[:2].tolist()
+            assert document["sha256"] == hashlib.sha256(expected[:2].tobytes()).hexdigest()
+            assert document["stats"]["distinct"] == 2
+        text = done("lookup", tcp[1], "--text", "the memory of a model", "--format", "bf16")
+        assert re.match(r"uint16\[\d+, 48, 256\] bf16", text)
+        assert "row id 999999999 is outside" in refused("lookup", tcp[1], "--rows", "14:999999999")
+    assert not socket.exists()
+    assert "onnect" in refused("lookup", f"unix:{socket}", "--tokens", "1")
+
+
+def test_text_needs_the_tokenizer_that_the_server_hashes_with(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads((fp4_checkpoint / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {
+        token: 128_000 - number if 1000 <= number < 127_001 else number
+        for token, number in tokenizer["model"]["vocab"].items()
+    }
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(tokenizer))
+    sentence = refused("lookup", fp4_checkpoint, "--text", "hello", "--tokenizer", other)
+    assert "token map" in sentence
+    assert FACTS["token_map_sha256_int32_le"] in sentence
+
+
+def test_inspect_tells_what_is_there_and_what_is_wrong(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    report = json.loads(done("inspect", fp4_checkpoint, "--json"))
+    assert report["problems"] == []
+    assert report["tokenizer"]["token_map_digest"] == FACTS["token_map_sha256_int32_le"]
+    assert "can be served" in done("inspect", fp4_checkpoint)
+    for file in fp4_checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "model-00048-of-00048.safetensors").unlink()
+    broken = engram_server("inspect", tmp_path)
+    assert broken.returncode == 1
+    assert "model-00048-of-00048.safetensors" in broken.stdout
+
+
+def test_synth_finishes_at_once_when_there_is_nothing_to_do(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    arguments = ("synth", out, "--engram-vocab-size", 300, "--seed", 5)
+    assert "written" in done(*arguments)
+    before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert "nothing to do" in done(*arguments)
+    assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == before
+    assert str(out) in refused("synth", out, "--engram-vocab-size", 301)
+
+
+def test_planted_rows_of_full_size_tables_are_served_from_the_start(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    done("synth", full, "--sparse")
+    planted = json.loads((full / "planted.json").read_text())["layers"]
+    assert list(planted) == ["1", "14"]
+    for scales in ("auto", "memory", "disk"):
+        with served(full, "--listen", "none", "--uds", tmp_path / "sock", "--scales", scales) as (line, _):
+            assert "384,006,168 rows" in line
+            for layer, rows in planted.items():
+                assert max(rows["ids"]) * 128 > 2**32
+                output = tmp_path / "rows.npy"
+                ids = ",".join(map(str, rows["ids"]))
+                done("lookup", f"unix:{tmp_path / 'sock'}", "--rows", f"{layer}:{ids}", "--output", output)
+                assert np.load(output).tobytes() == b"".join(map(bytes.fromhex, rows["packed_hex"]))
+
+
+def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    assert "there is no such file" in refused("serve", tmp_path / "absent")
+    assert "has neither model.safetensors.index.json nor" in refused("serve", tmp_path)
+    assert "HOST:PORT" in refused("serve", fp4_checkpoint, "--listen", "999")
+    assert "is not a target" in refused("lookup", "nowhere", "--tokens", "1")
+    assert "token id 129280" in refused("lookup", fp4_checkpoint, "--tokens", "1,129280")
+    assert "token id -5" in refused("hash", fp4_checkpoint, "--tokens", "1", "--history=-5")
+    assert "tokenizer" in refused("hash", fp4_checkpoint, "--tokens", "1", "--tokenizer", tmp_path / "absent")
+    for arguments in (
+        ("hash", fp4_checkpoint, "--tokens", "one"),
+        ("lookup", fp4_checkpoint, "--rows", "14"),
+        ("lookup", fp4_checkpoint, "--tokens", "1", "--rows", "14:1"),
+        ("serve", fp4_checkpoint, "--io-depth", "0"),
+    ):
+        result = engram_server(*arguments)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
