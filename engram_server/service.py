@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -35,7 +36,7 @@ class EngramService(pb_grpc.EngramServicer):
         self._limits = limits
         self._fetcher = Fetcher(memory, limits, on_truncated)
         self._server_id = secrets.token_hex(16)
-        self._streams: set[ReplyStream] = set()
+        self._streams: WeakSet[ReplyStream] = WeakSet()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:  # noqa: N802
         """What is served, as of now."""
@@ -65,8 +66,6 @@ class EngramService(pb_grpc.EngramServicer):
             await stream.run()
         except DrainingError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        finally:
-            self._streams.remove(stream)
 
     def drain(self) -> None:
         """End every stream as soon as the requests it has taken are replied to."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -118,13 +118,13 @@ def embedded(memory: EngramMemory, block_bytes: int) -> Iterator[Ask]:
 
 
 WAYS: dict[str, Callable[[Served], Any]] = {
-    "unary over TCP": lambda served: threads(served.plain.targets[0]),
-    "unary over UDS": lambda served: threads(served.plain.targets[1]),
-    "streamed over TCP": lambda served: threads(served.small.targets[0]),
-    "streamed over UDS": lambda served: threads(served.small.targets[1]),
+    "client over TCP": lambda served: threads(served.plain.targets[0]),
+    "client over UDS": lambda served: threads(served.plain.targets[1]),
+    "small chunks over TCP": lambda served: threads(served.small.targets[0]),
+    "small chunks over UDS": lambda served: threads(served.small.targets[1]),
     "session": lambda served: session(served.small.targets[0]),
-    "async unary": lambda served: async_client(served.plain.targets[0]),
-    "async streamed": lambda served: async_client(served.small.targets[1]),
+    "async client": lambda served: async_client(served.plain.targets[0]),
+    "async small chunks": lambda served: async_client(served.small.targets[1]),
     "async session": lambda served: async_session(served.small.targets[0]),
     "embedded": lambda served: embedded(served.memory, server_lookup.BLOCK_BYTES),
     "embedded in blocks": lambda served: embedded(served.memory, 30_000),
@@ -226,6 +226,20 @@ def test_empty_requests(ask: Ask, unique: bool) -> None:
     assert ask("lookup_batch", [], unique=unique, format="packed").values.shape[:3] == (0, 2, 24)
     assert ask("lookup_rows", 1, [], unique=unique).values.shape == (0, 256)
     assert ask("lookup_blocks", {14: np.empty((0, 24), np.int32)}, unique=unique).values.shape[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("way", ["client over UDS", "session", "async session", "embedded"])
+def test_65536_tokens(fp4: Served, way: str) -> None:
+    """Larger than any message. What repeats every 64 tokens must have rows that do."""
+    fp4 = replace(fp4, small=fp4.plain)
+    tile = list(range(700, 764))
+    with WAYS[way](fp4) as ask:
+        found = ask("lookup", np.tile(np.asarray(tile, np.int64), 1024), format="packed")
+    tiles = found.values.reshape(1024, 64, 2, 24, 136)
+    assert same(tiles[0], fp4.truth.values(fp4.truth.ids(tile), "packed"))
+    assert same(tiles[1], fp4.truth.values(fp4.truth.ids(tile, tile[-3:]), "packed"))
+    assert (tiles[2:] == tiles[1]).all()
+    assert found.stats.rows == 65_536 * 48
 
 
 def test_zero_rows_alone(ask: Ask) -> None:

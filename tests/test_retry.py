@@ -11,9 +11,10 @@ from engram_client import (
     MismatchError,
     OverloadedError,
     Retry,
+    ServerError,
     UnavailableError,
 )
-from engram_client._errors import from_number, from_status
+from engram_client._errors import from_number, from_rpc, from_status
 from engram_client._retry import Attempts
 from engram_client._targets import parse_targets
 
@@ -102,6 +103,13 @@ def test_statuses_become_exceptions() -> None:
         assert isinstance(error, EngramError)
     assert str(from_status(grpc.StatusCode.INTERNAL, "facts", "here:1")) == "here:1: facts"
     assert from_number(999, "facts", "here:1").code == "UNKNOWN"
+
+
+def test_stream_that_ends_while_asyncio_writes_counts_as_unavailable() -> None:
+    metadata = grpc.aio.Metadata()
+    for details, kind in (("Internal error from Core", UnavailableError), ("a fault", ServerError)):
+        error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details)
+        assert type(from_rpc(error, "here:1")) is kind
 
 
 @pytest.mark.parametrize(

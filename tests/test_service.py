@@ -24,7 +24,7 @@ LIMITS = {
     "chunk_bytes": 100_000,
     "block_bytes": 400_000,
     "request_rows": 200_000,
-    "pending_rows": 4_000_000,
+    "pending_rows": 2_000_000,
 }
 BUDGET_BYTES = 8 << 20
 
@@ -276,7 +276,7 @@ def test_bulk_stream_is_exact(stub: Any, truth: Truth) -> None:
 
 def test_abandoned_streams_leave_no_trace(stub: Any, truth: Truth) -> None:
     """Cancelled at any stage, their rows leave the budget: then one that needs most of it succeeds."""
-    for stage in range(8):
+    for stage in [*range(8)] * 4:
         requests = [tokens(range(100, 2100), request_id=n) for n in range(3)]
         call = stub.LookupStream(iter(requests), timeout=120)
         for _ in range(stage):
@@ -351,7 +351,7 @@ def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, 
     truth = Truth(fp4_checkpoint, "fp4")
     last = truth.oracle.rows(14) - 1
     with (
-        serving(copy, tmp_path, scales="disk") as server,
+        serving(copy, tmp_path, scales="disk", limits=LIMITS) as server,
         grpc.insecure_channel(server.targets[0]) as channel,
     ):
         stub = pb_grpc.EngramStub(channel)
@@ -364,9 +364,16 @@ def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, 
         assert code == Code.DATA_LOSS
         assert f"row {last}" in details
         assert "layer 14" in details
-        chunks = list(stub.LookupStream(iter([rows(14, [last]), rows(1, [3])]), timeout=60))
+        # The first of several blocks fails; the rest is given up, and the stream goes on.
+        requests = [rows(14, [last] * 20_000), rows(1, [3])]
+        chunks = list(stub.LookupStream(iter(requests), timeout=60))
         assert chunks[0].error.code == Code.DATA_LOSS.value[0]
         assert chunks[1].payload == truth.rows(1, [3], "packed").tobytes()
+        # A later one fails: what was sent before is void.
+        chunks = list(stub.LookupStream(iter([rows(14, [-1] * 20_000 + [last])]), timeout=60))
+        assert len(chunks) > 20
+        assert chunks[-1].error.code == Code.DATA_LOSS.value[0]
+        assert chunks[-1].last
 
         health = health_pb2_grpc.HealthStub(channel)
         check = health_pb2.HealthCheckRequest(service="engram.v1.Engram")
@@ -403,6 +410,8 @@ def test_socket_of_a_dead_server_is_replaced(fp4_checkpoint: Path, tmp_path: Pat
         grpc.insecure_channel(server.targets[0]) as channel,
     ):
         assert_exact(pb_grpc.EngramStub(channel), truth)
+        assert server.stop() == 0
+        assert not path.exists()
 
 
 def test_bad_addresses_are_refused(fp4_checkpoint: Path, tmp_path: Path) -> None:
@@ -448,5 +457,5 @@ def test_shutdown_answers_what_it_took(fp4_checkpoint: Path, tmp_path: Path, tru
             pass
         hold.set()
         assert payload == truth.values(truth.ids(range(100, 2100)), "packed").tobytes()
-        assert call.code() == Code.UNAVAILABLE
+        assert (call.code(), call.details()) == (Code.UNAVAILABLE, "the server is shutting down")
         assert server.wait() == 0

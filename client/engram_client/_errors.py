@@ -67,6 +67,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: MismatchError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
 }
+_WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio says, in place of the status, when a stream ends while it writes: github.com/grpc/grpc/issues/36066"""
 _BY_NUMBER: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -85,4 +87,8 @@ def from_number(number: int, text: str, target: str) -> EngramError:
 def from_rpc(error: grpc.RpcError, target: str) -> EngramError:
     """The exception for what a gRPC call raised."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    if isinstance(error, grpc.aio.AioRpcError) and error.details() == _WRITE_FAILED:
+        return UnavailableError(
+            "the connection broke while a request was sent", target=target, code="INTERNAL"
+        )
     return from_status(error.code(), error.details() or "", target)
