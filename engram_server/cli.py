@@ -149,9 +149,9 @@ def _lookup(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from engram_server import doctor
+    from engram_server.doctor import run
 
-    return doctor.run(options.path, as_json=options.json)
+    return run(options.path, as_json=options.json)
 
 
 def _memory_options(options: argparse.Namespace) -> Any:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles.files import CheckpointFiles
+from support.faulty_fs import faulty_fs
 
 from engram_kernels import _core
 from engram_server.doctor import examine, format_report, run
 from engram_server.doctor.reads import Target, find_target
-from tests.oracles.files import CheckpointFiles
-from tests.support.faulty_fs import faulty_fs
 
 QUICK: dict[str, Any] = {"depths": (1, 4), "seconds": 0.03}
 """Long enough for figures; none of them decides a test."""
@@ -123,7 +123,7 @@ CHILD = """
     import sys
     from pathlib import Path
     from engram_server.doctor import run
-    from tests.support.seccomp import forbid_io_uring
+    from support.seccomp import forbid_io_uring
 
     forbid_io_uring(eval(sys.argv[2]))
     sys.exit(run(Path(sys.argv[1]), seconds=0.01))
@@ -139,7 +139,7 @@ def in_child(path: Path, *forbidden: int) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
         check=False,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent,
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.faulty_fs import Faults, faulty_fs
 
 from engram_kernels import _core
-from tests.support.faulty_fs import Faults, faulty_fs
 
 ROWS = 40_000
 PLANE_OFFSET = 64  # some rows straddle two pages
@@ -145,8 +145,8 @@ CHILD = """
     import json, sys
     import numpy as np
     from engram_kernels import _core
-    from tests.support.seccomp import forbid_io_uring
-    from tests.test_faults import ROWS, engine_over, expected
+    from support.seccomp import forbid_io_uring
+    from test_faults import ROWS, engine_over, expected
     from pathlib import Path
 
     table, backend, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -190,7 +190,7 @@ def in_child(table: Path, backend: str, when: str) -> dict[str, Any]:
         text=True,
         timeout=120,
         check=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent,
     )
     return json.loads(done.stdout)
 

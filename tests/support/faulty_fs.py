@@ -5,7 +5,7 @@
         faults.set("short", begin, end, keep=512)  # they return so many bytes at most
         faults.clear()
 
-Runs `python -m tests.support.faulty_fs` in a process of its own.
+Runs itself in a process of its own.
 """
 
 import errno
