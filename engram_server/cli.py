@@ -267,7 +267,9 @@ says when it is ready, where, and how it reads.
 
 def _add_serve(command: Callable[..., Any]) -> None:
     sub = command("serve", _serve, "serve a checkpoint's tables", _SERVE)
-    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument(
+        "path", type=Path, metavar="PATH", help="checkpoint directory, or one shard beside its config.json"
+    )
     sub.add_argument(
         "--listen",
         default="127.0.0.1:50051",
@@ -301,7 +303,9 @@ def _add_lookup(command: Callable[..., Any]) -> None:
     keys.add_argument("--text", metavar="TEXT", help="text, tokenised without special tokens")
     keys.add_argument("--rows", type=_layer_rows, metavar="LAYER:ID,...", help="row ids of one layer")
     _add_history(sub)
-    sub.add_argument("--format", choices=FORMATS, default="packed", help="default packed")
+    sub.add_argument(
+        "--format", choices=FORMATS, default="packed", help="packed (default): the table's own bytes"
+    )
     sub.add_argument("--output", type=Path, metavar="FILE.npy", help="write the rows here")
     sub.add_argument("--json", action="store_true", help="print JSON; with the rows unless --output is given")
     _add_tokenizer(sub)
@@ -313,7 +317,8 @@ def _add_doctor(command: Callable[..., Any]) -> None:
         "doctor",
         _doctor,
         "examine this machine and explain how it would read",
-        "Kernel, io_uring, limits, file system, alignment, device, memory, and how deep a queue this device is worth.\n"
+        "Kernel, io_uring, limits, file system, alignment, device, memory, and how deep a queue this device is worth,\n"
+        "for which it reads from PATH for some ten seconds. Without PATH it looks at the machine alone.\n"
         "Exit status 0: fine; 1: PATH cannot be read; 2: it works, but slower than it could, and the report says why.",
     )
     sub.add_argument("path", type=Path, nargs="?", metavar="PATH", help="checkpoint, shard or any file")
@@ -326,8 +331,8 @@ def _add_history(sub: Any) -> None:
         type=_integers,
         default=[],
         metavar="ID,...",
-        help="up to 3 token ids before the first, oldest first; fewer: the sequence starts there; -1: unknown. "
-        "Write --history=-1,8,9 when it starts with a minus",
+        help="up to 3 token ids before the first, oldest first (default: none); fewer: the sequence starts there; -1: "
+        "unknown. Write --history=-1,8,9 when it starts with a minus",
     )
 
 
@@ -359,7 +364,7 @@ def _add_reading(sub: Any, when: str = "") -> None:
         type=_positive,
         default=64,
         metavar="N",
-        help="reads in flight (64); `doctor` finds the knee",
+        help="reads in flight (64); `doctor` measures which number pays",
     )
     group.add_argument(
         "--io-threads",

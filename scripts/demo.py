@@ -119,7 +119,8 @@ def look_up_prompt(client: EngramClient, tokens: list[int]) -> list[Piece]:
     stats = [found.stats for _, found in pieces]
     rows, distinct, reads = (sum(getattr(s, name) for s in stats) for name in ("rows", "distinct", "reads"))
     say("4/5 lookup", f"prefill: {len(tokens):,} tokens in chunks of {PREFILL_TOKENS:,}")
-    print(f"        {rows:,} rows asked, {distinct:,} distinct, {reads:,} reads in {elapsed:.2f} s")
+    print(f"        {rows:,} rows asked, {distinct:,} distinct, {reads:,} reads in {elapsed:.2f} s,")
+    print("        two reads a row until its scales have been loaded, then one")
     print(f"        {rows / elapsed:,.0f} rows/s, {len(tokens) / elapsed:,.0f} tokens/s")
     return pieces
 

@@ -53,7 +53,7 @@ mapfile -t sources < <(find kernels/src -type f | LC_ALL=C sort)
 build="$(digest pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh "${sources[@]}")"
 if ! stamped .stamp-build "$build"; then
   # No isolation: the compiler's view of the build tools must not move, or every build would start from nothing.
-  step "engram-server and its dependencies" \
+  step "engram-server and its dependencies (minutes, at first)" \
     "${install[@]}" --no-build-isolation --config-settings=cmake.define.ENGRAM_WERROR=ON \
     --editable '.[torch,tokenizer]'
   echo "$build" >.venv/.stamp-build

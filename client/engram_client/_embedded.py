@@ -53,7 +53,10 @@ class EngramMemory(LookupMethods[Lookup]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], **options: Any) -> Self:
-        """Open a checkpoint directory or one shard. For `options` see engram_server.memory.MemoryOptions.
+        """Open a checkpoint directory or one shard.
+
+        options: those of `engram-server serve` that concern reading, by the names and defaults of
+        engram_server.memory.MemoryOptions: backend, scales, tokenizer, io_depth, io_threads, budget_bytes.
 
         Raises what Memory.open raises: ValueError for files that cannot be served, OSError, RuntimeError.
         """

@@ -56,7 +56,9 @@ class Query:
 class LookupMethods(ABC, Generic[R]):
     """What everything that can look rows up has in common; R is how it hands over a `Lookup`.
 
-    Keywords of every method:
+    Ids are lists, arrays or CPU tensors. Copy a tensor from its device first; rows come back on the CPU.
+
+    Keywords:
 
     columns
         (begin, end): only these columns of a layer, as a tensor-parallel rank wants; None = all 24. Column

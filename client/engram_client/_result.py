@@ -29,11 +29,11 @@ class Stats:
     distinct: int
     """After deduplication, which in bulk requests is done block by block."""
     cached: int
-    """Distinct rows that came from the row cache."""
+    """Distinct rows that came from the row cache; 0 while there is none."""
     joined: int
-    """Distinct rows that another request was already reading."""
+    """Distinct rows that another request was already reading; 0 while reads are not shared."""
     reads: int
-    """Reads submitted to the table files."""
+    """Reads submitted to the table files: two for a row whose scales are not in memory (yet), else one."""
     read_bytes: int
     """Bytes those reads asked for, alignment included."""
 

@@ -88,7 +88,7 @@ def format_report(report: Report) -> str:
     for shard in report.get("shards", ()):
         lines.append(
             f"  {shard['name']}: {shard['bytes'] / 2**30:.2f} GiB, {shard['tensors']} tensors, "
-            f"{shard['unowned_bytes']} bytes of none"
+            f"{shard['unowned_bytes']:,} bytes in none of them"
         )
     lines += [f"  note: {note}" for note in report["notes"]]
     lines += [f"  PROBLEM: {problem}" for problem in report["problems"]]
