@@ -145,7 +145,7 @@ CHILD = """
     import json, sys
     import numpy as np
     from engram_kernels import _core
-    from tests.support.seccomp import forbid_io_uring
+    from tests.support.seccomp import forbid_io_uring, forbid_threads
     from tests.test_faults import ROWS, engine_over, expected
     from pathlib import Path
 
@@ -167,9 +167,11 @@ CHILD = """
         forbid_io_uring()
     try:
         reader, engine = engine_over(table, backend)
-        if when == "while":
+        if when.startswith("while"):
             report["healthy"] = attempt(engine)
             racing = engine.submit([(1, np.arange(ROWS).reshape(-1, 1))])
+            if when == "while, without threads":
+                forbid_threads()
             forbid_io_uring()
             report["racing_ended"] = racing.wait(60)
         report["first"], report["second"] = attempt(engine), attempt(engine)
@@ -215,6 +217,16 @@ def test_auto_survives_a_ring_that_breaks_while_serving(table: Path) -> None:
     assert (report["first"], report["second"]) == ("exact", "exact")
     assert (report["backend"], report["fallback"]) == ("pread", True)
     assert "io_uring broke while serving" in report["reason"]
+
+
+def test_a_ring_that_breaks_where_no_pool_can_take_over_fails_every_request(table: Path) -> None:
+    report = in_child(table, "auto", "while, without threads")
+    assert report["healthy"] == "exact"
+    assert report["racing_ended"]
+    for outcome in (report["first"], report["second"]):
+        assert outcome[0] == errno.EPERM
+    assert report["reason"].startswith("BROKEN: io_uring_enter failed")
+    assert "pread could not take over" in report["reason"]
 
 
 def test_a_broken_ring_asked_for_by_name_fails_every_request_with_its_cause(table: Path) -> None:

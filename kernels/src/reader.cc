@@ -66,10 +66,15 @@ bool Reader::take_over_from_ring(const std::string& reason) {
     return false;
   }
   if (state_.backend != "io_uring") return true;  // another ring's thread was first
+  if (broken_) return false;                      // and found no way out
   try {
     backends_.push_back(make_pread_backend(context_, {.depth = options_.depth, .threads = 0}));
   } catch (const std::exception& error) {
     state_.reason = "BROKEN: " + reason + "; pread could not take over: " + error.what();
+    broken_ = true;
+    // The pool that failed to come up stopped the queue for its threads; the ring's goes on, to
+    // fail what comes.
+    if (!closed_) context_.queue.start();
     return false;
   }
   state_ = {.backend = "pread",

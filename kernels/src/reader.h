@@ -63,6 +63,7 @@ class Reader {
   mutable std::mutex mutex_;  // guards what follows
   ReaderState state_;
   std::vector<std::unique_ptr<Backend>> backends_;  // the running one last
+  bool broken_ = false;                             // no backend works: every read fails
   bool closed_ = false;
 };
 

@@ -312,6 +312,7 @@ class UringBackend final : public Backend {
     while (!taken_over) {
       const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
       if (claim.count == 0) return;
+      context_.counters.errors.fetch_add(claim.count, std::memory_order_relaxed);
       for (std::size_t i = 0; i < claim.count; ++i) claim.job->item_done(claim.first + i, error);
     }
   }
