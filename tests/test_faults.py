@@ -271,3 +271,32 @@ def test_io_uring_runs_without_registered_buffers_where_locked_memory_is_limited
             check=True,
         )
     assert done.stdout.split(maxsplit=1) == ["files", "[0] True\n"]
+
+
+WITHOUT_LOADER = """
+    import sys
+    import numpy as np
+    from tests.support.seccomp import forbid_threads
+    from tests.test_faults import ROWS, engine_over
+
+    reader, engine = engine_over(sys.argv[1], "io_uring")
+    forbid_threads()
+    for _ in range(2):
+        try:
+            engine.load_scales(1)
+        except PermissionError:
+            print("refused", *engine.scale_progress(1))
+    engine.close()
+"""
+
+
+def test_scales_that_no_thread_can_load_are_an_error_each_time(table: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_LOADER), str(table)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout.splitlines() == [f"refused 0 {ROWS} "] * 2

@@ -1,6 +1,7 @@
 """The native reader: every backend returns the file's bytes, or an error per item."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,29 @@ def test_what_a_reader_refuses(data_file: Path, tmp_path: Path) -> None:
     reader.close()
     with pytest.raises(RuntimeError, match="closed"):
         read(reader, [0], [8])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closing_while_threads_read_leaves_none_waiting(data_file: Path, backend: str) -> None:
+    for _ in range(5):
+        reader = _core.Reader([str(data_file)], backend=backend, depth=4)
+
+        refused: list[str] = []
+
+        def work(reader: _core.Reader = reader, refused: list[str] = refused) -> None:
+            try:
+                while read(reader, [700], [8])[1] == [0]:
+                    pass
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        reader.close()
+        for thread in threads:
+            thread.join(30)
+        assert refused == ["the reader is closed"] * 12
 
 
 def test_a_reader_says_how_it_reads(data_file: Path) -> None:

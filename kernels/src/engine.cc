@@ -383,12 +383,14 @@ void Engine::load_scales(std::int64_t layer) {
                                 ": its scales are not contiguous; they are read with their rows");
   }
   const std::lock_guard lock(mutex_);
+  if (stop_.load()) throw std::runtime_error("the engine is closed");
   if (state.scales_owner) return;
+  // First of all: scales without a thread would never load, and look as if they might.
+  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
   state.scales_owner =
       std::make_unique<ScaleMemory>(reader_->files()[plane.file], plane.offset, state.table.rows);
   state.scales.store(state.scales_owner.get(), std::memory_order_release);
   to_load_.push_back(state.scales_owner.get());
-  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
   wake_.notify_all();
 }
 
@@ -415,6 +417,7 @@ Engine::ScaleProgress Engine::scale_progress(std::int64_t layer) const {
 
 void Engine::close() {
   if (::getpid() != pid_) return;  // the threads are the parent's
+  const std::lock_guard closing(closing_);
   {
     const std::lock_guard lock(mutex_);
     stop_.store(true);

@@ -41,11 +41,12 @@ class Reader {
   Reader& operator=(const Reader&) = delete;
 
   // Starts a job. It must have items, each of at most kReadBytesMax bytes of a file that exists.
-  // Never blocks.
+  // Never blocks. Throws std::runtime_error once closed, or in a forked child.
   void submit(ReadJob& job);
   // Runs a job to its end on the calling thread's time.
   void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
-  // Waits for reads in flight and stops the threads; submit() then throws.
+  // Waits for reads in flight and stops the threads; submit() then throws. Any thread may call it,
+  // any number of times; each call returns when all is closed.
   void close();
 
   ReaderState state() const;
@@ -60,6 +61,7 @@ class Reader {
   ReaderOptions options_;
   pid_t pid_;
   ReadContext context_;
+  std::mutex closing_;        // held by close() throughout
   mutable std::mutex mutex_;  // guards what follows
   ReaderState state_;
   std::vector<std::unique_ptr<Backend>> backends_;  // the running one last
