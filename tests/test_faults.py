@@ -273,6 +273,34 @@ def test_io_uring_runs_without_registered_buffers_where_locked_memory_is_limited
     assert done.stdout.split(maxsplit=1) == ["files", "[0] True\n"]
 
 
+REFUSED_RINGS = """
+    import os, sys
+    from engram_kernels import _core
+    from tests.support.seccomp import forbid_io_uring
+
+    forbid_io_uring((426,))  # io_uring_enter: rings are set up, and refuse to read
+    for _ in range(5):
+        reader = _core.Reader([sys.argv[1]], backend="auto", depth=4)
+        print(reader.backend, len(os.listdir("/proc/self/fd")))
+        reader.close()
+        del reader
+"""
+
+
+def test_a_ring_that_cannot_read_leaves_no_descriptor_behind(table: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(REFUSED_RINGS), str(table)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("pread ")
+    assert lines == [lines[0]] * 5
+
+
 WITHOUT_LOADER = """
     import sys
     import numpy as np
