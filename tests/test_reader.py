@@ -128,10 +128,16 @@ def test_what_a_reader_refuses(data_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="depth"):
         _core.Reader([str(data_file)], depth=0)
     reader = _core.Reader([str(data_file)])
-    with pytest.raises(ValueError, match="item 0: file 1, length 8 is out of range"):
+    with pytest.raises(ValueError, match="item 0: file 1, length 8, offset 0 is out of range"):
         read(reader, [0], [8], file=1)
     with pytest.raises(ValueError, match="lengths are 1 to 4096"):
         read(reader, [0], [4097])
+    alignment = reader.files[0].alignment_bytes
+    for offset in (2**63 - 1, 2**63, 2**64 - 1):
+        with pytest.raises(ValueError, match=f"offset {offset} is out of range"):
+            read(reader, [offset], [1])
+    assert read(reader, [2**63 - 2**15], [8])[1] == [_core.ERROR_TRUNCATED]
+    assert reader.files[0].alignment_bytes == alignment, "an offset no file has says nothing of alignment"
     reader.close()
     with pytest.raises(RuntimeError, match="closed"):
         read(reader, [0], [8])

@@ -40,8 +40,8 @@ class Reader {
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
-  // Starts a job. It must have items, each of at most kReadBytesMax bytes of a file that exists.
-  // Never blocks. Throws std::runtime_error once closed, or in a forked child.
+  // Starts a job. It must have items, each of 1 to kReadBytesMax bytes at up to kOffsetMax of a
+  // file that exists. Never blocks. Throws std::runtime_error once closed, or in a forked child.
   void submit(ReadJob& job);
   // Runs a job to its end on the calling thread's time.
   void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
