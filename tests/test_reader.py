@@ -125,6 +125,9 @@ def test_what_a_reader_refuses(data_file: Path, tmp_path: Path) -> None:
         _core.Reader([str(tmp_path / "absent")])
     with pytest.raises(IsADirectoryError, match="not a regular file"):
         _core.Reader([str(tmp_path)])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=r"pipe is not a regular file"):
+        _core.Reader([str(tmp_path / "pipe")])
     with pytest.raises(ValueError, match="depth"):
         _core.Reader([str(data_file)], depth=0)
     reader = _core.Reader([str(data_file)])
