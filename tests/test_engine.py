@@ -248,6 +248,10 @@ def test_the_budget_bounds_what_is_in_flight(tables: Tables) -> None:
     assert 0 < engine.in_flight_bytes() <= 1 << 20
     with pytest.raises(ValueError, match="cannot fit the budget"):
         engine.submit([(1, random_ids(1, (500, 24)))])
+    # One id, seen so often that what it needs would wrap around 2^64 to next to nothing.
+    per_id = 8 + 8 + 4 + 2 * (24 + 4) + _core.packed_row_bytes(tables.kind)
+    with pytest.raises(ValueError, match="cannot fit any budget"):
+        engine.submit([(1, np.broadcast_to(np.int64(3), (2**64 // per_id + 1, 1)))])
     held.clear()
     drain(engine)
     batch = engine.submit([(1, ids)])
