@@ -5,6 +5,7 @@ import select
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -49,7 +50,8 @@ class Tables:
 
     def open(self, backend: str = "auto", **options: int) -> _core.Engine:
         """An engine over these tables."""
-        return _core.Engine(_core.Reader([str(self.path)], backend=backend), self.native, **options)
+        reader = _core.Reader([str(self.path)], backend=backend, depth=options.pop("depth", 64))
+        return _core.Engine(reader, self.native, **options)
 
 
 @pytest.fixture(params=[_core.RowKind.FP4, _core.RowKind.FP8], ids=["fp4", "fp8"])
@@ -246,6 +248,10 @@ def test_the_budget_bounds_what_is_in_flight(tables: Tables) -> None:
     assert 0 < engine.in_flight_bytes() <= 1 << 20
     with pytest.raises(ValueError, match="cannot fit the budget"):
         engine.submit([(1, random_ids(1, (500, 24)))])
+    # One id, seen so often that what it needs would wrap around 2^64 to next to nothing.
+    per_id = 8 + 8 + 4 + 2 * (24 + 4) + _core.packed_row_bytes(tables.kind)
+    with pytest.raises(ValueError, match="cannot fit any budget"):
+        engine.submit([(1, np.broadcast_to(np.int64(3), (2**64 // per_id + 1, 1)))])
     held.clear()
     drain(engine)
     batch = engine.submit([(1, ids)])
@@ -286,6 +292,34 @@ def test_batches_outlive_their_engine_and_dropped_ones_harm_nobody(tables: Table
         engine.submit([(1, ids)])
 
 
+def test_threads_may_close_an_engine_at_once(tables: Tables) -> None:
+    ids = random_ids(1, (100, 24))
+    for _ in range(10):
+        engine = tables.open(depth=4)
+        batch = engine.submit([(1, ids)])
+        together = threading.Barrier(4)
+        done_at_return: list[bool] = []
+
+        def close(
+            engine: _core.Engine = engine,
+            batch: _core.Batch = batch,
+            together: threading.Barrier = together,
+            done_at_return: list[bool] = done_at_return,
+        ) -> None:
+            together.wait()
+            engine.close()
+            done_at_return.append(batch.done)
+
+        closers = [threading.Thread(target=close, daemon=True) for _ in range(4)]
+        for thread in closers:
+            thread.start()
+        for thread in closers:
+            thread.join(30)
+        assert done_at_return == [True] * 4
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.load_scales(1)
+
+
 def test_a_forked_child_gets_an_error_and_ends(tables: Tables) -> None:
     script = f"""
         import os, numpy as np
@@ -299,6 +333,11 @@ def test_a_forked_child_gets_an_error_and_ends(tables: Tables) -> None:
                 engine.submit([(1, np.zeros((1, 1), np.int64))])
             except RuntimeError as error:
                 print(error, flush=True)
+            try:
+                item = [np.ones(1, dtype) for dtype in ("u4", "u8", "u4")]
+                reader.read(item[0] - 1, *item[1:], np.zeros((1, 1), np.uint8))
+            except RuntimeError as error:
+                print(error, flush=True)
             del engine, reader
             raise SystemExit(5)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -310,5 +349,5 @@ def test_a_forked_child_gets_an_error_and_ends(tables: Tables) -> None:
         timeout=60,
         check=True,
     )
-    assert "opened before a fork" in done.stdout
+    assert done.stdout.count("opened before a fork") == 2
     assert done.stdout.splitlines()[-1] == "5"

@@ -145,7 +145,7 @@ CHILD = """
     import json, sys
     import numpy as np
     from engram_kernels import _core
-    from support.seccomp import forbid_io_uring
+    from support.seccomp import forbid_io_uring, forbid_threads
     from test_faults import ROWS, engine_over, expected
     from pathlib import Path
 
@@ -167,9 +167,11 @@ CHILD = """
         forbid_io_uring()
     try:
         reader, engine = engine_over(table, backend)
-        if when == "while":
+        if when.startswith("while"):
             report["healthy"] = attempt(engine)
             racing = engine.submit([(1, np.arange(ROWS).reshape(-1, 1))])
+            if when == "while, without threads":
+                forbid_threads()
             forbid_io_uring()
             report["racing_ended"] = racing.wait(60)
         report["first"], report["second"] = attempt(engine), attempt(engine)
@@ -217,6 +219,16 @@ def test_auto_survives_a_ring_that_breaks_while_serving(table: Path) -> None:
     assert "io_uring broke while serving" in report["reason"]
 
 
+def test_a_ring_that_breaks_where_no_pool_can_take_over_fails_every_request(table: Path) -> None:
+    report = in_child(table, "auto", "while, without threads")
+    assert report["healthy"] == "exact"
+    assert report["racing_ended"]
+    for outcome in (report["first"], report["second"]):
+        assert outcome[0] == errno.EPERM
+    assert report["reason"].startswith("BROKEN: io_uring_enter failed")
+    assert "pread could not take over" in report["reason"]
+
+
 def test_a_broken_ring_asked_for_by_name_fails_every_request_with_its_cause(table: Path) -> None:
     report = in_child(table, "io_uring", "while")
     assert report["healthy"] == "exact"
@@ -259,3 +271,60 @@ def test_io_uring_runs_without_registered_buffers_where_locked_memory_is_limited
             check=True,
         )
     assert done.stdout.split(maxsplit=1) == ["files", "[0] True\n"]
+
+
+REFUSED_RINGS = """
+    import os, sys
+    from engram_kernels import _core
+    from support.seccomp import forbid_io_uring
+
+    forbid_io_uring((426,))  # io_uring_enter: rings are set up, and refuse to read
+    for _ in range(5):
+        reader = _core.Reader([sys.argv[1]], backend="auto", depth=4)
+        print(reader.backend, len(os.listdir("/proc/self/fd")))
+        reader.close()
+        del reader
+"""
+
+
+def test_a_ring_that_cannot_read_leaves_no_descriptor_behind(table: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(REFUSED_RINGS), str(table)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("pread ")
+    assert lines == [lines[0]] * 5
+
+
+WITHOUT_LOADER = """
+    import sys
+    import numpy as np
+    from support.seccomp import forbid_threads
+    from test_faults import ROWS, engine_over
+
+    reader, engine = engine_over(sys.argv[1], "io_uring")
+    forbid_threads()
+    for _ in range(2):
+        try:
+            engine.load_scales(1)
+        except PermissionError:
+            print("refused", *engine.scale_progress(1))
+    engine.close()
+"""
+
+
+def test_scales_that_no_thread_can_load_are_an_error_each_time(table: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_LOADER), str(table)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout.splitlines() == [f"refused 0 {ROWS} "] * 2

@@ -1,6 +1,7 @@
 """The native reader: every backend returns the file's bytes, or an error per item."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -124,16 +125,48 @@ def test_what_a_reader_refuses(data_file: Path, tmp_path: Path) -> None:
         _core.Reader([str(tmp_path / "absent")])
     with pytest.raises(IsADirectoryError, match="not a regular file"):
         _core.Reader([str(tmp_path)])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=r"pipe is not a regular file"):
+        _core.Reader([str(tmp_path / "pipe")])
     with pytest.raises(ValueError, match="depth"):
         _core.Reader([str(data_file)], depth=0)
     reader = _core.Reader([str(data_file)])
-    with pytest.raises(ValueError, match="item 0: file 1, length 8 is out of range"):
+    with pytest.raises(ValueError, match="item 0: file 1, length 8, offset 0 is out of range"):
         read(reader, [0], [8], file=1)
     with pytest.raises(ValueError, match="lengths are 1 to 4096"):
         read(reader, [0], [4097])
+    alignment = reader.files[0].alignment_bytes
+    for offset in (2**63 - 1, 2**63, 2**64 - 1):
+        with pytest.raises(ValueError, match=f"offset {offset} is out of range"):
+            read(reader, [offset], [1])
+    assert read(reader, [2**63 - 2**15], [8])[1] == [_core.ERROR_TRUNCATED]
+    assert reader.files[0].alignment_bytes == alignment, "an offset no file has says nothing of alignment"
     reader.close()
     with pytest.raises(RuntimeError, match="closed"):
         read(reader, [0], [8])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closing_while_threads_read_leaves_none_waiting(data_file: Path, backend: str) -> None:
+    for _ in range(5):
+        reader = _core.Reader([str(data_file)], backend=backend, depth=4)
+
+        refused: list[str] = []
+
+        def work(reader: _core.Reader = reader, refused: list[str] = refused) -> None:
+            try:
+                while read(reader, [700], [8])[1] == [0]:
+                    pass
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        reader.close()
+        for thread in threads:
+            thread.join(30)
+        assert refused == ["the reader is closed"] * 12
 
 
 def test_a_reader_says_how_it_reads(data_file: Path) -> None:

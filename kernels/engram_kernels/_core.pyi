@@ -141,7 +141,8 @@ class Reader:
     ) -> NDArray[np.int32]:
         """Read item i into the first length[i] bytes of out[i] (out [n, at least max length]).
 
-        Returns an error per item: 0, an errno, or ERROR_TRUNCATED. Blocks until all are done.
+        Returns an error per item: 0, an errno, or ERROR_TRUNCATED. Blocks until all are done. Raises
+        ValueError for a file, length or offset that none can have, RuntimeError once closed or forked.
         """
     def close(self) -> None: ...
 

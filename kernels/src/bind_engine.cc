@@ -48,8 +48,10 @@ std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::i
 bool wait(Batch& batch, std::optional<double> timeout_s) {
   using Clock = std::chrono::steady_clock;
   const bool forever = !timeout_s || *timeout_s > 1e9;
+  // Times that are past, or not a number, count as now: the clock could not hold some of them.
+  const double seconds = forever ? 0.0 : std::max(0.0, *timeout_s);
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(forever ? 0.0 : *timeout_s));
+                                        std::chrono::duration<double>(seconds));
   while (true) {
     std::int64_t slice_ms = kSignalCheckMs;
     if (!forever) {

@@ -61,18 +61,19 @@ auto read_items(Reader& reader, const InputArray<std::uint32_t, 1>& file,
     nb::gil_scoped_release unlocked;
     std::vector<ReadItem> items(count);
     for (std::size_t i = 0; i < count; ++i) {
-      const std::uint32_t bytes = length.data()[i];
-      if (file.data()[i] >= reader.files().size() || bytes > out.shape(1) ||
-          bytes > kReadBytesMax || bytes == 0) {
+      const ReadItem item{.offset = offset.data()[i],
+                          .dest = reinterpret_cast<std::byte*>(out.data()) + i * out.shape(1),
+                          .file = file.data()[i],
+                          .length = length.data()[i]};
+      if (item.file >= reader.files().size() || item.length > out.shape(1) ||
+          item.length > kReadBytesMax || item.length == 0 || item.offset > kOffsetMax) {
         throw std::invalid_argument(
-            "item " + std::to_string(i) + ": file " + std::to_string(file.data()[i]) + ", length " +
-            std::to_string(bytes) + " is out of range; lengths are 1 to " +
-            std::to_string(kReadBytesMax) + " and no longer than a row of out");
+            "item " + std::to_string(i) + ": file " + std::to_string(item.file) + ", length " +
+            std::to_string(item.length) + ", offset " + std::to_string(item.offset) +
+            " is out of range; lengths are 1 to " + std::to_string(kReadBytesMax) +
+            " and no longer than a row of out, offsets below 2^63");
       }
-      items[i] = {.offset = offset.data()[i],
-                  .dest = reinterpret_cast<std::byte*>(out.data()) + i * out.shape(1),
-                  .file = file.data()[i],
-                  .length = bytes};
+      items[i] = item;
       errors.data()[i] = 0;
     }
     reader.read(items, {errors.data(), count});

@@ -216,15 +216,26 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, std::s
   batch->notify_ = notify;
   batch->positions_ = positions;
   batch->width_ = width;
+  // A view may repeat one id more often than memory has bytes: the products must not wrap.
+  std::uint64_t ids = 0;
   std::uint64_t bytes = 0;
+  bool overflow = __builtin_mul_overflow(positions, width, &ids);
   for (const LayerKeys& layer : keys) {
     const Table& table = state_of(layer.layer).table;
     batch->layers_.emplace_back().table = table;
-    bytes += positions * width * (kWorkBytesPerId + packed_bytes(table.kind));
+    std::uint64_t layer_bytes = 0;
+    overflow |=
+        __builtin_mul_overflow(ids, kWorkBytesPerId + packed_bytes(table.kind), &layer_bytes) ||
+        __builtin_add_overflow(bytes, layer_bytes, &bytes);
+  }
+  if (overflow) {
+    throw std::invalid_argument("ids of " + std::to_string(positions) + " positions by " +
+                                std::to_string(width) +
+                                " columns cannot fit any budget; split them");
   }
   reserve(*batch, bytes);
   copy_ids(*batch, keys);
-  const bool inline_plan = positions * width * keys.size() <= kInlinePlanIds;
+  const bool inline_plan = ids * keys.size() <= kInlinePlanIds;
   {
     const std::lock_guard lock(mutex_);
     if (stop_.load()) throw std::runtime_error("the engine is closed");
@@ -248,7 +259,7 @@ void Engine::reserve(Batch& batch, std::uint64_t bytes) const {
   }
   std::uint64_t used = shared_->in_flight_bytes.load();
   do {
-    if (used + bytes > shared_->budget_bytes) {
+    if (bytes > shared_->budget_bytes - used) {
       throw Overloaded("batches in flight hold " + std::to_string(used) + " of the budget of " +
                        std::to_string(shared_->budget_bytes) + " bytes; this one may need " +
                        std::to_string(bytes) + ": try again, or raise the budget");
@@ -383,12 +394,14 @@ void Engine::load_scales(std::int64_t layer) {
                                 ": its scales are not contiguous; they are read with their rows");
   }
   const std::lock_guard lock(mutex_);
+  if (stop_.load()) throw std::runtime_error("the engine is closed");
   if (state.scales_owner) return;
+  // First of all: scales without a thread would never load, and look as if they might.
+  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
   state.scales_owner =
       std::make_unique<ScaleMemory>(reader_->files()[plane.file], plane.offset, state.table.rows);
   state.scales.store(state.scales_owner.get(), std::memory_order_release);
   to_load_.push_back(state.scales_owner.get());
-  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
   wake_.notify_all();
 }
 
@@ -415,6 +428,7 @@ Engine::ScaleProgress Engine::scale_progress(std::int64_t layer) const {
 
 void Engine::close() {
   if (::getpid() != pid_) return;  // the threads are the parent's
+  const std::lock_guard closing(closing_);
   {
     const std::lock_guard lock(mutex_);
     stop_.store(true);

@@ -164,7 +164,8 @@ class Engine {
   std::vector<std::uint64_t> take_completions();
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
 
-  // Starts to load a table's scales into memory, after those asked for before.
+  // Starts to load a table's scales into memory, after those asked for before. Throws
+  // std::runtime_error once closed, std::system_error when the loading thread cannot start.
   void load_scales(std::int64_t layer);
   struct ScaleProgress {
     std::uint64_t loaded = 0;
@@ -173,6 +174,8 @@ class Engine {
   };
   ScaleProgress scale_progress(std::int64_t layer) const;
 
+  // Waits for the batches in flight and stops the threads. Any thread may call it, any number of
+  // times; each call returns when all is closed.
   void close();
 
  private:
@@ -200,7 +203,8 @@ class Engine {
   std::atomic<std::uint64_t> next_tag_{1};
   std::atomic<bool> stop_{false};
 
-  std::mutex mutex_;  // guards the two queues
+  std::mutex closing_;  // held by close() throughout
+  std::mutex mutex_;    // guards the two queues and, until stop_, loader_
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Batch>> to_plan_;
   std::deque<ScaleMemory*> to_load_;

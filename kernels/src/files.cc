@@ -75,13 +75,18 @@ unsigned hardware_queues(const std::string& path) {
 }
 
 DataFile::DataFile(std::string path) : path_(std::move(path)) {
+  struct stat info{};
+  // Asked before it is opened: that of a FIFO waits for a writer.
+  if (::stat(path_.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
+    const int error = S_ISDIR(info.st_mode) ? EISDIR : EINVAL;
+    throw std::system_error(error, std::generic_category(), path_ + " is not a regular file");
+  }
   fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "cannot open " + path_);
-  struct stat info{};
-  if (::fstat(fd_, &info) != 0 || !S_ISREG(info.st_mode)) {
-    const int error = S_ISDIR(info.st_mode) ? EISDIR : EINVAL;
+  if (::fstat(fd_, &info) != 0) {
+    const int error = errno;
     ::close(fd_);
-    throw std::system_error(error, std::generic_category(), path_ + " is not a regular file");
+    throw std::system_error(error, std::generic_category(), "cannot examine " + path_);
   }
   size_bytes_ = static_cast<std::uint64_t>(info.st_size);
   if (try_direct()) return;

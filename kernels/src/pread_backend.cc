@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
-#include <new>
 
 #include "backend.h"
 
@@ -14,10 +12,6 @@ namespace {
 
 constexpr unsigned kThreadsMax = 256;
 constexpr std::size_t kClaimItems = 4;
-
-struct FreeDeleter {
-  void operator()(std::byte* p) const { std::free(p); }
-};
 
 class PreadBackend final : public Backend {
  public:
@@ -33,13 +27,11 @@ class PreadBackend final : public Backend {
  private:
   void work() {
     ::pthread_setname_np(::pthread_self(), "engram-pread");
-    const std::unique_ptr<std::byte, FreeDeleter> buffer(
-        static_cast<std::byte*>(std::aligned_alloc(kAlignmentMax, kSlotBytes)));
-    if (!buffer) return;  // the other threads do the work; with 8 KiB unavailable, none will
+    alignas(kAlignmentMax) std::byte buffer[kSlotBytes];
     while (true) {
       const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
       if (claim.count == 0) return;
-      for (std::size_t i = 0; i < claim.count; ++i) read(*claim.job, claim.first + i, buffer.get());
+      for (std::size_t i = 0; i < claim.count; ++i) read(*claim.job, claim.first + i, buffer);
     }
   }
 

@@ -22,6 +22,10 @@ inline constexpr std::uint32_t kReadBytesMax = 4096;
 inline constexpr std::size_t kSlotBytes = 2 * std::size_t{kAlignmentMax};
 static_assert(kAlignmentMax - 1 + kReadBytesMax < kSlotBytes);
 
+// Largest offset of a read: beyond it the aligned span would pass the largest file, and the very
+// last offset means "the file's position" to io_uring.
+inline constexpr std::uint64_t kOffsetMax = (std::uint64_t{1} << 63) - 2 * kSlotBytes;
+
 // Times one read is tried again after EINTR or EAGAIN before it fails.
 inline constexpr std::uint8_t kRetriesMax = 32;
 

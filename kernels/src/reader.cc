@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <condition_variable>
 #include <stdexcept>
 
@@ -66,10 +67,15 @@ bool Reader::take_over_from_ring(const std::string& reason) {
     return false;
   }
   if (state_.backend != "io_uring") return true;  // another ring's thread was first
+  if (broken_) return false;                      // and found no way out
   try {
     backends_.push_back(make_pread_backend(context_, {.depth = options_.depth, .threads = 0}));
   } catch (const std::exception& error) {
     state_.reason = "BROKEN: " + reason + "; pread could not take over: " + error.what();
+    broken_ = true;
+    // The pool that failed to come up stopped the queue for its threads; the ring's goes on, to
+    // fail what comes.
+    if (!closed_) context_.queue.start();
     return false;
   }
   state_ = {.backend = "pread",
@@ -81,10 +87,14 @@ bool Reader::take_over_from_ring(const std::string& reason) {
 }
 
 void Reader::submit(ReadJob& job) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) throw std::runtime_error("the reader is closed");
+  if (::getpid() != pid_) {
+    throw std::runtime_error(
+        "the reader was opened before a fork and its threads are the parent's; "
+        "open the files again in this process");
   }
+  // Pushed under the lock: after close() the queue has nobody to claim from it.
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw std::runtime_error("the reader is closed");
   context_.queue.push(&job);
 }
 
@@ -108,6 +118,7 @@ void Reader::read(std::span<const ReadItem> items, std::span<std::int32_t> error
 
 void Reader::close() {
   if (::getpid() != pid_) return;  // the threads are the parent's
+  const std::lock_guard closing(closing_);
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
@@ -122,6 +133,12 @@ void Reader::close() {
       backend = std::move(backends_[i]);
     }
     backend.reset();
+  }
+  // A ring that broke meanwhile may have given reads back after the pool that took over had left.
+  while (true) {
+    const ReadQueue::Claim claim = context_.queue.claim(1, false);
+    if (claim.count == 0) break;
+    claim.job->item_done(claim.first, ECANCELED);
   }
   const std::lock_guard lock(mutex_);
   backends_.clear();

@@ -40,12 +40,13 @@ class Reader {
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
-  // Starts a job. It must have items, each of at most kReadBytesMax bytes of a file that exists.
-  // Never blocks.
+  // Starts a job. It must have items, each of 1 to kReadBytesMax bytes at up to kOffsetMax of a
+  // file that exists. Never blocks. Throws std::runtime_error once closed, or in a forked child.
   void submit(ReadJob& job);
   // Runs a job to its end on the calling thread's time.
   void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
-  // Waits for reads in flight and stops the threads; submit() then throws.
+  // Waits for reads in flight and stops the threads; submit() then throws. Any thread may call it,
+  // any number of times; each call returns when all is closed.
   void close();
 
   ReaderState state() const;
@@ -60,9 +61,11 @@ class Reader {
   ReaderOptions options_;
   pid_t pid_;
   ReadContext context_;
+  std::mutex closing_;        // held by close() throughout
   mutable std::mutex mutex_;  // guards what follows
   ReaderState state_;
   std::vector<std::unique_ptr<Backend>> backends_;  // the running one last
+  bool broken_ = false;                             // no backend works: every read fails
   bool closed_ = false;
 };
 

@@ -91,17 +91,19 @@ class Ring {
  public:
   Ring(ReadContext& context, unsigned depth)
       : context_(context), slots_(depth), in_flight_(depth), depth_(depth) {
-    set_up();
-    register_resources();
     free_.reserve(depth);
     for (unsigned slot = depth; slot-- > 0;) free_.push_back(slot);
-    prove();
+    set_up();
+    try {
+      register_resources();
+      prove();
+    } catch (...) {
+      tear_down();
+      throw;
+    }
   }
 
-  ~Ring() {
-    if (in_flight_count() > 0) slots_.leak();
-    ::io_uring_queue_exit(&ring_);
-  }
+  ~Ring() { tear_down(); }
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
@@ -133,6 +135,11 @@ class Ring {
   }
 
  private:
+  void tear_down() {
+    if (in_flight_count() > 0) slots_.leak();
+    ::io_uring_queue_exit(&ring_);
+  }
+
   void set_up() {
     unsigned flags;
     const int error = set_up_ring(depth_, ring_, flags);
@@ -165,7 +172,6 @@ class Ring {
       while (job.remaining.load(std::memory_order_relaxed) > 0) {
         if (const int broken = submit_and_reap()) {
           abandon(false, broken);
-          slots_.leak();
           throw std::runtime_error(sentence("io_uring_enter", broken));
         }
       }
@@ -312,6 +318,7 @@ class UringBackend final : public Backend {
     while (!taken_over) {
       const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
       if (claim.count == 0) return;
+      context_.counters.errors.fetch_add(claim.count, std::memory_order_relaxed);
       for (std::size_t i = 0; i < claim.count; ++i) claim.job->item_done(claim.first + i, error);
     }
   }

@@ -1,4 +1,4 @@
-"""Forbid io_uring to this process with a seccomp filter, as container runtimes' default profiles do."""
+"""Forbid io_uring, or new threads, to this process with a seccomp filter, as container runtimes do."""
 
 import ctypes
 import os
@@ -10,6 +10,7 @@ _SECCOMP_SET_MODE_FILTER = 1
 _SECCOMP_FILTER_FLAG_TSYNC = 1
 _SECCOMP_SYSCALL = {"x86_64": 317, "aarch64": 277}
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
+_CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 _LD_NR, _JEQ, _RET = 0x20, 0x15, 0x06
 _ALLOW, _EPERM = 0x7FFF0000, 0x00050000 | 1
 
@@ -20,6 +21,15 @@ class _Program(ctypes.Structure):
 
 def forbid_io_uring(calls: tuple[int, ...] = (_SETUP, _ENTER, _REGISTER)) -> None:
     """Make io_uring's system calls fail with EPERM in every thread, running ones included. No way back."""
+    _forbid(calls)
+
+
+def forbid_threads() -> None:
+    """Make the start of a thread or child process fail with EPERM. No way back."""
+    _forbid((_CLONE[platform.machine()], _CLONE3))
+
+
+def _forbid(calls: tuple[int, ...]) -> None:
     lines = [(_LD_NR, 0, 0, 0)]
     lines += [(_JEQ, len(calls) - i, 0, call) for i, call in enumerate(calls)]
     lines += [(_RET, 0, 0, _ALLOW), (_RET, 0, 0, _EPERM)]
