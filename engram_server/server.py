@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import stat
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ log = logging.getLogger("engram_server")
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Engram"].full_name
+_SCALE_POLL_S = 0.2
 _UDS_PATH_BYTES_MAX = 107
 """sun_path of sockaddr_un, without its closing zero."""
 
@@ -89,6 +91,8 @@ async def _serve(options: ServeOptions) -> int:
         await server.start()
         await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
         print(_ready_line(options, memory, addresses), flush=True)
+        loading = asyncio.create_task(_log_scale_loading(memory))
+        closing.callback(loading.cancel)
 
         await stop.wait()
         log.info("draining: calls under way have %.0f s to finish", options.grace_s)
@@ -120,6 +124,25 @@ def _test_read(memory: Memory) -> None:
         batch = memory.engine.submit([(layer, np.asarray([[0], [table.rows - 1]], dtype=np.int64))])
         batch.wait()
         batch.check()
+
+
+async def _log_scale_loading(memory: Memory) -> None:
+    """Say how far the scales are, each quarter of the way, and how it ended."""
+    if memory.scale_decision.mode != "memory":
+        return
+    began, quarter = time.monotonic(), 1
+    while True:
+        loaded, rows, error = memory.scale_progress()
+        if error:
+            log.error("scales stay on disk, two reads a row, from %.0f %% on: %s", 100 * loaded / rows, error)
+            return
+        if loaded == rows:
+            log.info("scales are in memory after %.1f s: one read a row", time.monotonic() - began)
+            return
+        if loaded * 4 >= rows * quarter:
+            log.info("scales: %.0f %% in memory", 100 * loaded / rows)
+            quarter = loaded * 4 // rows + 1
+        await asyncio.sleep(_SCALE_POLL_S)
 
 
 async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
