@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -22,7 +23,7 @@ from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
 from engram_server.status import status_of
-from engram_server.stream import DrainingError, ReplyStream
+from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -63,7 +64,8 @@ class EngramService(pb_grpc.EngramServicer):
         stream = ReplyStream(self._fetcher, self._limits, requests, context.write)
         self._streams.add(stream)
         try:
-            await stream.run()
+            with suppress(ClientGoneError):
+                await stream.run()
         except DrainingError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 

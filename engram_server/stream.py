@@ -75,6 +75,10 @@ class DrainingError(Exception):
     """A stream ended because its server is shutting down."""
 
 
+class ClientGoneError(Exception):
+    """A chunk could not be sent: nobody is left to reply to."""
+
+
 class ReplyStream:
     """The replies to one stream of requests."""
 
@@ -85,11 +89,12 @@ class ReplyStream:
         requests: AsyncIterator[pb.LookupRequest],
         write: Callable[[pb.LookupChunk], Awaitable[None]],
     ) -> None:
-        """write sends a chunk, and returns when the transport has room for the next."""
+        """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
+        exception, when the client is gone."""
         self._fetcher = fetcher
         self._chunk_bytes = limits.chunk_bytes
         self._requests = requests
-        self._write = write
+        self._transport_write = write
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._unsent = 0
@@ -101,7 +106,8 @@ class ReplyStream:
     async def run(self) -> None:
         """Reply to every request in order, until the client has no more. Cancel it at any time.
 
-        Raises DrainingError when `drain` was called and every request taken was replied to.
+        Raises DrainingError when `drain` was called and every request taken was replied to, ClientGoneError
+        when there is nobody to reply to.
         """
         reader = self._reader = asyncio.create_task(self._read_ahead())
         try:
@@ -155,9 +161,17 @@ class ReplyStream:
             # A full engine refuses a new request, unless it is this stream's own replies that fill it.
             answer.put(await self._fetcher.submit(block, patient=index > 0 or self._unsent > 1))
 
+    async def _write(self, chunk: pb.LookupChunk) -> None:
+        try:
+            await self._transport_write(chunk)
+        except Exception as error:
+            raise ClientGoneError from error
+
     async def _send(self, answer: Answer) -> None:
         try:
             await self._reply(answer)
+        except ClientGoneError:
+            raise
         except Exception as error:
             answer.abandon()
             code, text = status_of(error)

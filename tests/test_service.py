@@ -298,14 +298,15 @@ def test_a_full_server_refuses_requests_until_there_is_room(stub: Any, truth: Tr
         return ""
 
     until(lambda: "budget" in refused(tokens(range(100, 180))))
-    for call in stalled[8:]:
+    # Two of them fit, so what these two still lack they can get.
+    for call in stalled[2:]:
         call.cancel()
     until(lambda: not refused(tokens([5])))
     assert_exact(stub, truth)
     # Those that were only slow get all of their rows.
     expected = truth.values(truth.ids(range(100, 2100)), "packed").tobytes()
     served = 0
-    for call in stalled[:8]:
+    for call in stalled[:2]:
         chunks = list(call)
         if chunks[-1].HasField("error"):  # came when the budget was full already
             assert chunks[-1].error.code == Code.RESOURCE_EXHAUSTED.value[0]
@@ -313,7 +314,7 @@ def test_a_full_server_refuses_requests_until_there_is_room(stub: Any, truth: Tr
         else:
             assert b"".join(chunk.payload for chunk in chunks) == expected
             served += 1
-    assert served > 1
+    assert served
 
 
 def test_two_streams_at_once(server: ServerProcess, truth: Truth) -> None:

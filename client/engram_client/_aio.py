@@ -43,7 +43,7 @@ class AsyncEngramClient(LookupMethods[Coroutine[Any, Any, Lookup]]):
     def stream(self) -> AsyncLookupStream:
         """A stream that stays open for many lookups, several of them under way at once.
 
-        What a decode loop wants: half the time of a call of its own for each step.
+        What a decode loop wants: no call is set up for each step, and steps may overlap.
         """
         return AsyncLookupStream(self._pool, self._limits)
 

@@ -15,6 +15,8 @@ from engram_client._result import Format
 
 R = TypeVar("R")
 
+_FORMATS: tuple[str, ...] = get_args(Format)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenKeys:
@@ -166,8 +168,8 @@ class LookupMethods(ABC, Generic[R]):
 
 
 def _format(format: str) -> Format:
-    if format not in get_args(Format):
-        raise InvalidRequestError(f"format is {format!r}; expected one of {', '.join(get_args(Format))}")
+    if format not in _FORMATS:
+        raise InvalidRequestError(f"format is {format!r}; expected one of {', '.join(_FORMATS)}")
     return format  # type: ignore[return-value]
 
 
