@@ -294,7 +294,7 @@ def test_a_ring_that_cannot_read_leaves_no_descriptor_behind(table: Path) -> Non
         text=True,
         timeout=60,
         check=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent,
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith("pread ")
@@ -325,6 +325,6 @@ def test_scales_that_no_thread_can_load_are_an_error_each_time(table: Path) -> N
         text=True,
         timeout=60,
         check=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent,
     )
     assert done.stdout.splitlines() == [f"refused 0 {ROWS} "] * 2
