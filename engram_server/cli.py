@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ A first look, without the 190 GiB of a real checkpoint:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage."""
+    # gRPC's C core writes to stderr by itself; what an operator must know comes as a sentence of ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = _parser().parse_args(arguments)
     level = logging.DEBUG if options.verbose else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
@@ -250,7 +253,7 @@ at image positions."""
 
 def _add_hash(command: Callable[..., Any]) -> None:
     sub = command("hash", _hash, "print the row ids of token ids", _HASH)
-    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or a config.json")
+    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, shard or config.json")
     sub.add_argument("--tokens", type=_integers, required=True, metavar="ID,...", help="token ids")
     _add_history(sub)
     _add_tokenizer(sub)

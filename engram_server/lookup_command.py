@@ -33,8 +33,9 @@ def open_target(target: str, options: MemoryOptions) -> Source:
 
 def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) -> list[int]:
     """Token ids of a text, by a tokenizer whose map is proven to be the one that `source` hashes with."""
-    own = Path(target) / "tokenizer.json"
-    path = tokenizer or (own if own.is_file() else installed_tokenizer())
+    root = Path(target)
+    own = (root if root.is_dir() else root.parent) / "tokenizer.json"
+    path = tokenizer or (own if root.exists() and own.is_file() else installed_tokenizer())
     if path is None:
         raise TokenMapError(
             "there is no tokenizer to turn text into token ids: give one with --tokenizer FILE, or install "

@@ -132,15 +132,19 @@ class EngramSpec:
 
     @classmethod
     def from_file(cls, path: Path) -> EngramSpec:
-        """Read a config.json, or the one inside a checkpoint directory. Raises SpecError."""
+        """Read a config.json, or the one inside a checkpoint directory or beside a shard. Raises SpecError."""
         if path.is_dir():
             path = path / "config.json"
+        elif path.suffix == ".safetensors":
+            path = path.with_name("config.json")
         try:
             if path.stat().st_size > _CONFIG_BYTES_MAX:
                 raise SpecError(f"{path} is larger than {_CONFIG_BYTES_MAX} bytes: not a config.json")
             config = json.loads(path.read_bytes())
         except OSError as error:
             raise SpecError(f"cannot read {path}: {error.strerror}") from error
+        except SpecError:
+            raise
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{path} is not JSON: {error}") from error
         try:

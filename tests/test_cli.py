@@ -130,6 +130,10 @@ def test_lookup_asks_servers_over_tcp_and_unix_sockets(fp8_checkpoint: Path, tmp
         text = done("lookup", tcp[1], "--text", "the memory of a model", "--format", "bf16")
         assert re.match(r"uint16\[\d+, 48, 256\] bf16", text)
         assert "row id 999999999 is outside" in refused("lookup", tcp[1], "--rows", "14:999999999")
+        busy = engram_server("serve", fp8_checkpoint, "--listen", tcp[1])
+        assert busy.returncode == 1
+        assert busy.stderr.splitlines()[-1].startswith("engram-server serve: cannot listen on")
+        assert "absl" not in busy.stderr
     assert not socket.exists()
     assert "onnect" in refused("lookup", f"unix:{socket}", "--tokens", "1")
 

@@ -29,6 +29,8 @@ def test_what_was_asked_for_is_done_or_refused() -> None:
     cramped = decide_scales("memory", 6 * GIB, 6 * GIB)
     assert cramped.mode == "memory"
     assert "less than 1.00 GiB" in cramped.reason
+    with pytest.raises(TableError, match="scales can be auto, memory, disk; not 'dsik'"):
+        decide_scales("dsik", 6 * GIB, 100 * GIB)  # type: ignore[arg-type]
     with pytest.raises(TableError, match=r"take 6\.00 GiB, but there are 5\.99 GiB available"):
         decide_scales("memory", 6 * GIB, 6 * GIB - 8_000_000)
 

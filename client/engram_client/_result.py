@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -51,14 +51,14 @@ class Lookup:
     columns: tuple[int, int]
     """First and one past the last column: C of them."""
     format: Format
-    mask: NDArray[np.bool_] | None
+    mask: NDArray[np.bool_] | None = field(repr=False)
     """bool[T], true at image positions, whose rows the model gates with 0. None for row ids."""
     stats: Stats
-    unique: Mapping[int, NDArray[Any]] | None
+    unique: Mapping[int, NDArray[Any]] | None = field(repr=False)
     """With unique=True: per layer the distinct rows [u, W], in order of first appearance."""
-    inverse: Mapping[int, NDArray[np.int32]] | None
+    inverse: Mapping[int, NDArray[np.int32]] | None = field(repr=False)
     """With unique=True: per layer int32[T, C] (or [n]), the place of each row in `unique`; -1 = zero row."""
-    _rows: NDArray[Any] | None
+    _rows: NDArray[Any] | None = field(repr=False)
 
     @cached_property
     def values(self) -> NDArray[Any]:

@@ -187,7 +187,7 @@ def _judged(report: Report) -> Report:
     findings = [finding for section in report["sections"] for finding in section["findings"]]
     topics = {
         level: list(dict.fromkeys(finding["topic"] for finding in findings if finding["level"] == level))
-        for level in ("error", "degraded")
+        for level in ("error", "degraded", "note")
     }
     if topics["error"]:
         report["status"] = UNREADABLE
@@ -201,9 +201,10 @@ def _judged(report: Report) -> Report:
     else:
         report["status"] = GOOD
         depth = report["io_depth"]
-        report["verdict"] = "Good: io_uring with direct reads." + (
-            f" Serve with --io-depth {depth}." if depth else ""
-        )
+        advice = f" Serve with --io-depth {depth}." if depth else ""
+        if "spread" in topics["note"]:
+            advice = f" {depth} looked like the depth to serve with, but the rounds disagree: measure again when idle."
+        report["verdict"] = "Good: io_uring with direct reads." + advice
     return report
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
 from engram_server.tables.errors import TableError
 
@@ -48,8 +48,11 @@ class MemoryRoom:
 def decide_scales(mode: ScaleMode, scale_bytes: int, available_bytes: int | None = None) -> ScaleDecision:
     """Decide where `scale_bytes` of scale planes go.
 
-    `available_bytes` None asks the system. Raises TableError when `memory` is asked for and cannot fit.
+    `available_bytes` None asks the system. Raises TableError when `memory` is asked for and cannot fit, or for a
+    mode that is none.
     """
+    if mode not in get_args(ScaleMode):
+        raise TableError(f"scales can be {', '.join(get_args(ScaleMode))}; not {mode!r}")
     room = available_memory() if available_bytes is None else MemoryRoom(available_bytes, "as given")
     size, free = _gib(scale_bytes), f"{_gib(room.available_bytes)} available ({room.source})"
     if mode == "disk":

@@ -45,6 +45,13 @@ int test_reads(int fd, std::uint64_t size, std::uint32_t alignment) {
   return 0;
 }
 
+bool same_file(int a, int b) {
+  struct stat first{};
+  struct stat second{};
+  return ::fstat(a, &first) == 0 && ::fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
+}
+
 }  // namespace
 
 DirectAlignment statx_dioalign(const std::string& path) {
@@ -117,6 +124,11 @@ bool DataFile::try_direct() {
   const int direct_fd = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
   if (direct_fd < 0) {
     reason_ = std::string("O_DIRECT refused at open: ") + std::strerror(errno);
+    return false;
+  }
+  if (!same_file(fd_, direct_fd)) {
+    ::close(direct_fd);
+    reason_ = "the file was replaced while it was opened";
     return false;
   }
   const DirectAlignment reported = statx_dioalign(path_);
