@@ -1,0 +1,62 @@
+"""What clients do to a server, and servers to clients, that nobody wants: none of it may cost others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.serving import ServerProcess, serving, until
+from support.truth import Truth
+
+from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
+from engram_server.memory import Memory, MemoryOptions
+
+BULK_TOKENS = 20_000
+
+
+@pytest.fixture(scope="module")
+def truth(fp4_checkpoint: Path) -> Truth:
+    return Truth(fp4_checkpoint, "fp4")
+
+
+@pytest.fixture(scope="module")
+def server(fp4_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(fp4_checkpoint, tmp_path_factory.mktemp("server"), backend="mmap") as process:
+        yield process
+
+
+def bulk_request(request_id: int = 0) -> pb.LookupRequest:
+    tokens = np.arange(BULK_TOKENS, dtype="<i4").tobytes()
+    keys = pb.TokenKeys(sequences=[pb.Sequence(tokens=tokens)])
+    return pb.LookupRequest(request_id=request_id, tokens=keys)
+
+
+# ------------------------------------------------------------------------- requests of very many small parts
+
+
+# ------------------------------------------------------------------------------------ rows nobody waits for
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "pread", "mmap"])
+def test_reads_of_dropped_batches_are_given_up(fp4_checkpoint: Path, backend: Any) -> None:
+    options = MemoryOptions(backend=backend, scales="disk", io_depth=1)
+    with Memory.open(fp4_checkpoint, options) as memory:
+        before = memory.reader.counters()["reads"]
+        ids = np.arange(memory.tables[1].rows, dtype=np.int64).reshape(-1, 1)
+        batches = [memory.engine.submit([(1, ids)]) for _ in range(16)]
+        del batches
+        until(lambda: memory.engine.in_flight_bytes() == 0)
+        assert memory.reader.counters()["reads"] - before < 16 * 2 * len(ids)
+        # And the engine is as good as new.
+        batch = memory.engine.submit([(1, ids[-2:])])
+        batch.wait()
+        expected = Truth(fp4_checkpoint, "fp4").rows(1, ids[-2:, 0], "packed").tobytes()
+        assert batch.gather(0, 2, _core.Format.PACKED) == expected
+
+
+# ------------------------------------------------------------------------------------------ closed clients
+
+
+# ---------------------------------------------------------------------------------------- wrong arguments
