@@ -1,6 +1,8 @@
 """What clients do to a server, and servers to clients, that nobody wants: none of it may cost others."""
 
-from collections.abc import Iterator
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ from support.truth import Truth
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
+from engram_server.fetch import Fetcher
+from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
+from engram_server.stream import ReplyStream
 
 BULK_TOKENS = 20_000
 
@@ -54,6 +59,40 @@ def test_reads_of_dropped_batches_are_given_up(fp4_checkpoint: Path, backend: An
         batch.wait()
         expected = Truth(fp4_checkpoint, "fp4").rows(1, ids[-2:, 0], "packed").tobytes()
         assert batch.gather(0, 2, _core.Format.PACKED) == expected
+
+
+def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpoint: Path) -> None:
+    """Its rows are in the budget of all: they cannot wait until a collection happens to run."""
+    limits = Limits(block_bytes=400_000, chunk_bytes=100_000)
+
+    async def requests() -> AsyncIterator[pb.LookupRequest]:
+        for request_id in range(3):
+            yield bulk_request(request_id)
+        await asyncio.Event().wait()
+
+    async def cancelled(memory: Memory) -> None:
+        fetcher = Fetcher(memory, limits, on_truncated=lambda text: None)
+        stalled = asyncio.Event()
+
+        async def write(chunk: pb.LookupChunk) -> None:
+            stalled.set()
+            await asyncio.Event().wait()  # a client that takes nothing
+
+        stream = asyncio.create_task(ReplyStream(fetcher, limits, requests(), write).run())
+        await stalled.wait()
+        assert memory.engine.in_flight_bytes() > 0
+        stream.cancel()
+        await asyncio.wait({stream})
+        fetcher.close()
+
+    with Memory.open(fp4_checkpoint, MemoryOptions(scales="disk")) as memory:
+        gc.collect()
+        gc.disable()
+        try:
+            asyncio.run(cancelled(memory))
+            until(lambda: memory.engine.in_flight_bytes() == 0)
+        finally:
+            gc.enable()
 
 
 # ------------------------------------------------------------------------------------------ closed clients
