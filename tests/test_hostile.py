@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth
 
 from engram_client._proto import engram_pb2 as pb
+from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_kernels import _core
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
@@ -93,6 +95,24 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
             until(lambda: memory.engine.in_flight_bytes() == 0)
         finally:
             gc.enable()
+
+
+def test_a_server_does_not_wait_for_reads_of_clients_that_it_gave_up(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Minutes of them here, one at a time."""
+    first = pb.LookupRequest(rows=pb.RowKeys(layer=1, ids=bytes(4), id_bytes=4))
+    with (
+        serving(fp4_checkpoint, tmp_path, backend="pread", io_depth=1, scales="disk") as server,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        stub = pb_grpc.EngramStub(channel)
+        calls = [stub.LookupStream(iter([first, *[bulk_request()] * 3])) for _ in range(16)]
+        assert all(next(call).last for call in calls)  # so the next request of each is being read
+        server.process.terminate()
+        until(lambda: "draining" in server.log.read_text())
+        server.process.terminate()  # the grace is over
+        assert server.wait() == 0
 
 
 # ------------------------------------------------------------------------------------------ closed clients
