@@ -43,6 +43,31 @@ def bulk_request(request_id: int = 0) -> pb.LookupRequest:
 # ------------------------------------------------------------------------- requests of very many small parts
 
 
+def many_parts() -> dict[str, pb.LookupRequest]:
+    """A few megabytes each, and hardly a row in them."""
+    sequences, blocks, pins = pb.LookupRequest(), pb.LookupRequest(), pb.LookupRequest()
+    sequences.tokens.ParseFromString(b"\x0a\x00" * 500_000)
+    blocks.blocks.ParseFromString(b"\x0a\x04\x08\x01\x18\x04" * 500_000)
+    pins.rows.layer, pins.rows.id_bytes = 1, 4
+    pins.pins.ParseFromString(b"\x0a\x02\x08\x01" * 500_000)
+    return {
+        "asks for 24000000 rows, over the limit": sequences,
+        "500000 blocks of row ids for 2 layers": blocks,
+        "pins 500000 tables, over the limit": pins,
+    }
+
+
+def test_a_request_of_very_many_empty_parts_is_refused(server: ServerProcess) -> None:
+    """Before they are looked at one by one, which would keep everybody waiting."""
+    with grpc.insecure_channel(server.targets[0]) as channel:
+        stub = pb_grpc.EngramStub(channel)
+        for sentence, request in many_parts().items():
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Lookup(request, timeout=60)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert sentence in caught.value.details()
+
+
 # ------------------------------------------------------------------------------------ rows nobody waits for
 
 
