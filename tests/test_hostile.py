@@ -2,7 +2,8 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ import pytest
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth
 
+from engram_client import (
+    AsyncEngramClient,
+    EngramClient,
+    EngramError,
+    EngramMemory,
+    Retry,
+)
 from engram_client._proto import engram_pb2 as pb
 from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_kernels import _core
@@ -141,6 +149,59 @@ def test_a_server_does_not_wait_for_reads_of_clients_that_it_gave_up(
 
 
 # ------------------------------------------------------------------------------------------ closed clients
+
+
+def test_a_closed_client_says_so(server: ServerProcess, fp4_checkpoint: Path) -> None:
+    client = EngramClient(server.targets[0])
+    stream = client.stream()
+    assert stream.lookup([5]).result().stats.rows == 48
+    client.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: client.lookup([5]),
+        client.describe,
+        client.stream,
+        lambda: stream.lookup([5]).result(),
+    ]
+    for call in calls:
+        with pytest.raises(EngramError, match="closed"):
+            call()
+    stream.close()
+    client.close()
+
+    memory = EngramMemory.open(fp4_checkpoint)
+    memory.close()
+    with pytest.raises(EngramError, match="closed"):
+        memory.lookup([5])
+
+    async def closed() -> None:
+        client = AsyncEngramClient(server.targets[0])
+        stream = client.stream()
+        assert (await stream.lookup([5])).stats.rows == 48
+        await client.close()
+        for call in (client.lookup([5]), client.describe(), stream.lookup([5])):
+            with pytest.raises(EngramError, match="closed"):
+                await call
+        await stream.close()
+
+    asyncio.run(closed())
+
+
+def test_closing_a_stream_does_not_wait_for_a_server_that_is_gone(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    patient = Retry(wait_for_server_s=3_600.0)
+    with serving(fp4_checkpoint, tmp_path) as server:
+        client = EngramClient(server.targets[0], retry=patient)
+        stream = client.stream()
+        assert stream.lookup([5]).result().stats.rows == 48
+    pending = stream.lookup([5])
+    closer = threading.Thread(target=stream.close, daemon=True)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+    with pytest.raises(EngramError, match="closed"):
+        pending.result()
+    client.close()
 
 
 # ---------------------------------------------------------------------------------------- wrong arguments
