@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,13 +12,14 @@ import grpc
 import numpy as np
 import pytest
 from support.serving import ServerProcess, serving, until
-from support.truth import Truth
+from support.truth import Truth, same
 
 from engram_client import (
     AsyncEngramClient,
     EngramClient,
     EngramError,
     EngramMemory,
+    InvalidRequestError,
     Retry,
 )
 from engram_client._proto import engram_pb2 as pb
@@ -205,3 +207,29 @@ def test_closing_a_stream_does_not_wait_for_a_server_that_is_gone(
 
 
 # ---------------------------------------------------------------------------------------- wrong arguments
+
+
+def test_arguments_that_no_message_can_carry_are_refused_in_words(server: ServerProcess) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"columns": (-1, 3)}, "columns -1 to 3"),
+        ({"columns": (5, 3)}, "columns 5 to 3"),
+        ({"columns": (0, 2**32)}, "columns 0 to 4294967296"),
+        ({"columns": (1,)}, r"columns is \(1,\); expected \(begin, end\)"),
+        ({"columns": (0.0, 3)}, r"expected \(begin, end\)"),
+        ({"pin": {-1: b"x"}}, "layer -1 is not a layer id"),
+        ({"pin": {1: "abc"}}, "the pin of layer 1 is str"),
+    ]
+    with EngramClient(server.targets[0]) as client:
+        for keywords, sentence in wrong:
+            with pytest.raises(InvalidRequestError, match=sentence):
+                client.lookup([5], **keywords)
+        with pytest.raises(InvalidRequestError, match="tokens of sequence 0 are no array"):
+            client.lookup([[1], [2, 3]])
+
+
+@pytest.mark.parametrize("timeout", [1e12, math.inf])
+def test_a_far_deadline_is_no_deadline(server: ServerProcess, truth: Truth, timeout: float) -> None:
+    expected = truth.values(truth.ids([5]), "bf16")
+    with EngramClient(server.targets[0]) as client, client.stream() as stream:
+        assert same(client.lookup([5], timeout=timeout).values, expected)
+        assert same(stream.lookup([5], timeout=timeout).result().values, expected)
