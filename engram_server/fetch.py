@@ -41,7 +41,7 @@ class Fetcher:
 
         Raises InvalidRequestError when it alone asks for too much, OverloadedError when all together do.
         """
-        rows = wire.rows_of(message, self._memory)
+        rows = wire.rows_of(message, self._memory, self._limits.request_rows)
         if rows > self._limits.request_rows:
             raise InvalidRequestError(
                 f"the request asks for {rows} rows, over the limit of {self._limits.request_rows}: split it"

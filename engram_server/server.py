@@ -66,16 +66,17 @@ def serve(options: ServeOptions) -> int:
 
     Prints one line to stdout when ready. Raises ServeError, and what Memory.open raises.
     """
-    return asyncio.run(_serve(options))
+    # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
+    with Memory.open(options.path, options.memory) as memory:
+        _test_read(memory)
+        asyncio.run(_serve(options, memory))
+    log.info("stopped")
+    return 0
 
 
-async def _serve(options: ServeOptions) -> int:
+async def _serve(options: ServeOptions, memory: Memory) -> None:
     stop = _stop_signals()
     with ExitStack() as closing:
-        memory = Memory.open(options.path, options.memory)
-        closing.callback(memory.close)
-        _test_read(memory)
-
         server = grpc.aio.server(
             options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
         )
@@ -106,8 +107,6 @@ async def _serve(options: ServeOptions) -> int:
             await server.stop(0)
         impatient.cancel()
         await drained
-    log.info("stopped")
-    return 0
 
 
 def _stop_signals() -> asyncio.Event:

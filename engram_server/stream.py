@@ -67,7 +67,10 @@ class Answer:
     async def _next(self) -> Plan | _core.Batch:
         step = await self._steps.get()
         if isinstance(step, Exception):
-            raise step
+            try:
+                raise step
+            finally:
+                del step  # whose traceback holds this frame: they would wait for the garbage collector
         return step
 
 
@@ -121,6 +124,10 @@ class ReplyStream:
             await reader
         finally:
             reader.cancel()
+            # A task holds its exception, that the frames it passed, and they the rows of this stream: out of
+            # that circle, or the rows stay until the garbage collector happens to run.
+            del reader
+            self._reader = None
             self._release(self._admitted_rows)
 
     def drain(self) -> None:

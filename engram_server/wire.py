@@ -28,6 +28,8 @@ _FORMATS: dict[int, _core.Format] = {
     pb.FORMAT_UNSPECIFIED: _core.Format.PACKED,
     **{number: format for format, number in _FORMAT_NUMBERS.items()},
 }
+_PINS_MAX = 1_024
+"""Tables a request may pin: more than any model has, few enough to look at between two other requests."""
 _SCALES = {"memory": pb.SCALE_PLACEMENT_MEMORY, "disk": pb.SCALE_PLACEMENT_DISK}
 _ROW_KINDS = {_core.RowKind.FP4: pb.ROW_KIND_FP4, _core.RowKind.FP8: pb.ROW_KIND_FP8}
 
@@ -35,14 +37,27 @@ _ROW_KINDS = {_core.RowKind.FP4: pb.ROW_KIND_FP4, _core.RowKind.FP8: pb.ROW_KIND
 # ------------------------------------------------------------------------------------------------ requests
 
 
-def rows_of(message: pb.LookupRequest, memory: Memory) -> int:
-    """Rows a request asks for by the size of its keys (see Limits.request_rows), before any work is done."""
+def rows_of(message: pb.LookupRequest, memory: Memory, at_most: int) -> int:
+    """Rows a request asks for by the size of its keys (see Limits.request_rows), before any work is done.
+
+    A sequence counts as one token at least: empty ones take time, too. What has more than `at_most` may be
+    counted short of its end, since looking at each of millions of parts is what must not happen.
+    """
     match message.WhichOneof("keys"):
         case "tokens":
-            tokens = sum(len(sequence.tokens) for sequence in message.tokens.sequences) // 4
-            return tokens * len(memory.spec.layers) * memory.spec.columns
+            token_rows = len(memory.spec.layers) * memory.spec.columns
+            sequences = message.tokens.sequences
+            if len(sequences) * token_rows > at_most:
+                return len(sequences) * token_rows
+            return sum(max(1, len(sequence.tokens) // 4) for sequence in sequences) * token_rows
         case "blocks":
-            return sum(len(block.ids) // max(4, block.id_bytes) for block in message.blocks.layers)
+            blocks = message.blocks.layers
+            if len(blocks) > len(memory.tables):
+                raise InvalidRequestError(
+                    f"the request has {len(blocks)} blocks of row ids for {len(memory.tables)} layers: give "
+                    "each layer one"
+                )
+            return sum(len(block.ids) // max(4, block.id_bytes) for block in blocks)
         case "rows":
             return len(message.rows.ids) // max(4, message.rows.id_bytes)
     raise InvalidRequestError("the request names no rows: set tokens, blocks or rows")
@@ -59,6 +74,10 @@ def request_from(message: pb.LookupRequest, memory: Memory) -> Request:
             f"(engram-server {engram_server.__version__}) speaks version {PROTOCOL_VERSION}"
         )
     if message.HasField("pins"):
+        if len(message.pins.tables) > _PINS_MAX:
+            raise InvalidRequestError(
+                f"the request pins {len(message.pins.tables)} tables, over the limit of {_PINS_MAX}"
+            )
         tables = {pin.layer: pin.digest for pin in message.pins.tables}
         lookup.check_pins(memory, tables, message.pins.token_map, message.pins.hash)
     if message.format not in _FORMATS:

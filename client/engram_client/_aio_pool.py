@@ -113,6 +113,7 @@ class AsyncPool:
         self._connections: list[AsyncConnection] = []
         self._current = 0
         self._ids = itertools.count(1)
+        self._closed = False
 
     def next_id(self) -> int:
         """A request id of this client."""
@@ -130,17 +131,20 @@ class AsyncPool:
 
     async def run(self, call: Callable[[AsyncConnection], Awaitable[T]], attempts: Attempts) -> T:
         """Make a call until it succeeds, or fails in a way that trying again would not mend."""
-        if not self._connections:  # not in __init__: a channel belongs to the running loop
+        if (
+            not self._connections and not self._closed
+        ):  # not in __init__: a channel belongs to the running loop
             self._connections = [
                 AsyncConnection(target, self._timeouts, self._limits, self._identity)
                 for target in self._targets
             ]
-        while True:
+        while not self._closed:
             connection = self._connections[self._current]
             try:
                 return await call(connection)
             except EngramError as error:
                 await asyncio.sleep(self.leave(connection, error, attempts))
+        raise EngramError("the client is closed")
 
     def leave(self, connection: AsyncConnection, error: EngramError, attempts: Attempts) -> float:
         """After a failure: choose the next connection; returns the seconds to wait, or raises `error`."""
@@ -152,6 +156,6 @@ class AsyncPool:
 
     async def close(self) -> None:
         """End calls under way and disconnect."""
-        connections, self._connections = self._connections, []
-        for connection in connections:
+        self._closed = True
+        for connection in self._connections:
             await connection.close()

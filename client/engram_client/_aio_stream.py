@@ -93,7 +93,11 @@ class AsyncLookupStream(LookupMethods["asyncio.Task[Lookup]"]):
             if self._closed:
                 raise EngramError("the stream is closed")
             if self._line is None:
-                self._line = await self._pool.run(lambda connection: _open(connection, attempts), attempts)
+                line = await self._pool.run(lambda connection: _open(connection, attempts), attempts)
+                if self._closed:
+                    line.close()
+                    raise EngramError("the stream is closed")
+                self._line = line
                 self._reader = asyncio.create_task(self._read(self._line))
             return self._line
 

@@ -19,6 +19,7 @@ from engram_client._description import Description, description_from
 from engram_client._errors import (
     DataLossError,
     DeadlineError,
+    EngramError,
     InvalidRequestError,
     MismatchError,
     OverloadedError,
@@ -160,3 +161,5 @@ def _client_errors() -> Iterator[None]:
         raise DataLossError(str(error)) from error
     except _core.OverloadedError as error:
         raise OverloadedError(str(error)) from error
+    except RuntimeError as error:  # closed, or in a forked child
+        raise EngramError(str(error)) from error

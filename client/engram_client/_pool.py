@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -104,6 +104,7 @@ class Pool:
         self._timeouts = timeouts
         self._retry = retry
         self._ids = itertools.count(1)
+        self._closed = threading.Event()
 
     def next_id(self) -> int:
         """A request id of this client."""
@@ -121,12 +122,16 @@ class Pool:
 
     def run(self, call: Callable[[Connection], T], attempts: Attempts) -> T:
         """Make a call until it succeeds, or fails in a way that trying again would not mend."""
-        while True:
+        while not self._closed.is_set():
             connection = self._connections[self._current]
             try:
                 return call(connection)
             except EngramError as error:
-                time.sleep(self.leave(connection, error, attempts))
+                self._closed.wait(self.leave(connection, error, attempts))
+            except ValueError:  # gRPC's, when another thread has closed the channel meanwhile
+                if not self._closed.is_set():
+                    raise
+        raise EngramError("the client is closed")
 
     def leave(self, connection: Connection, error: EngramError, attempts: Attempts) -> float:
         """After a failure: choose the next connection; returns the seconds to wait, or raises `error`."""
@@ -138,5 +143,6 @@ class Pool:
 
     def close(self) -> None:
         """End calls under way and disconnect."""
+        self._closed.set()
         for connection in self._connections:
             connection.close()

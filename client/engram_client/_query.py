@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class LookupMethods(ABC, Generic[R]):
             )
         )
         wanted = None if layers is None else _layers(layers)
-        return self._run(Query(keys, wanted, columns, _format(format), unique, pin), timeout)
+        return self._run(Query(keys, wanted, _columns(columns), _format(format), unique, _pin(pin)), timeout)
 
     def lookup_blocks(
         self,
@@ -150,7 +151,9 @@ class LookupMethods(ABC, Generic[R]):
         Ids are int32 or int64, -1 = zero row; layers answer in the mapping's order, all with the same T.
         """
         keys = BlockKeys({layer: _ids(ids, f"row ids of layer {layer}", 2) for layer, ids in blocks.items()})
-        return self._run(Query(keys, _layers(blocks), columns, _format(format), unique, pin), timeout)
+        return self._run(
+            Query(keys, _layers(blocks), _columns(columns), _format(format), unique, _pin(pin)), timeout
+        )
 
     def lookup_rows(
         self,
@@ -164,7 +167,7 @@ class LookupMethods(ABC, Generic[R]):
     ) -> R:
         """Rows of one layer by id: ids [n] int32 or int64, -1 = zero row -> values [n, W]."""
         keys = RowKeys(_layers([layer])[0], _ids(ids, f"row ids of layer {layer}", 1))
-        return self._run(Query(keys, None, None, _format(format), unique, pin), timeout)
+        return self._run(Query(keys, None, None, _format(format), unique, _pin(pin)), timeout)
 
 
 def _format(format: str) -> Format:
@@ -173,15 +176,41 @@ def _format(format: str) -> Format:
     return format  # type: ignore[return-value]
 
 
-def _layers(layers: Sequence[int] | Mapping[int, ArrayLike]) -> tuple[int, ...]:
+def _layers(layers: Sequence[int] | Mapping[int, Any]) -> tuple[int, ...]:
     for layer in layers:
         if not 0 <= layer < 2**32:
             raise InvalidRequestError(f"layer {layer} is not a layer id")
     return tuple(layers)
 
 
+def _columns(columns: tuple[int, int] | None) -> tuple[int, int] | None:
+    if columns is None:
+        return None
+    try:
+        begin, end = (operator.index(column) for column in columns)
+    except (TypeError, ValueError):
+        raise InvalidRequestError(f"columns is {columns!r}; expected (begin, end)") from None
+    if not 0 <= begin < end < 2**32:
+        raise InvalidRequestError(f"columns {begin} to {end} (end excluded) are not a range of columns")
+    return begin, end
+
+
+def _pin(pin: Mapping[int, bytes] | None) -> Mapping[int, bytes] | None:
+    if pin is not None:
+        _layers(pin)
+        for layer, digest in pin.items():
+            if not isinstance(digest, bytes):
+                raise InvalidRequestError(
+                    f"the pin of layer {layer} is {type(digest).__name__}; expected a digest, bytes"
+                )
+    return pin
+
+
 def _integers(values: ArrayLike, name: str, ndim: int) -> NDArray[Any]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # a ragged list
+        raise InvalidRequestError(f"{name} are no array: {error}") from error
     if array.size == 0 and array.ndim <= ndim and array.dtype.kind == "f":
         # What an empty list becomes; NumPy has no integer in it to see.
         array = array.reshape((0,) * ndim).astype(np.int32)

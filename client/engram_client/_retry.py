@@ -9,6 +9,9 @@ from collections.abc import Callable
 from engram_client._config import Retry
 from engram_client._errors import DeadlineError, EngramError, OverloadedError, UnavailableError
 
+_LONGEST_S = 365 * 86_400.0
+"""gRPC and threading overflow on a deadline much further away, math.inf among them."""
+
 
 class Attempts:
     """The tries of one lookup."""
@@ -22,6 +25,8 @@ class Attempts:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """timeout_s bounds all tries and waits together."""
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, _LONGEST_S)
         self._retry = retry
         self._targets = targets
         self._clock = clock

@@ -79,8 +79,8 @@ class LookupStream(LookupMethods[PendingLookup]):
 
     def close(self) -> None:
         """End the stream; lookups without a reply fail."""
+        self._closed.set()  # before the lock, which a sender holds while it opens a line
         with self._lock:
-            self._closed.set()
             line, reader = self._line, self._reader
         if line is not None:
             line.close()
@@ -117,10 +117,18 @@ class LookupStream(LookupMethods[PendingLookup]):
         return flight.future
 
     def _start(self, attempts: Attempts) -> _Line:
-        self._line = self._pool.run(lambda connection: _Line(connection, attempts), attempts)
+        self._line = self._open(attempts)
         self._reader = threading.Thread(target=self._read, name="engram-lookup-stream", daemon=True)
         self._reader.start()
         return self._line
+
+    def _open(self, attempts: Attempts) -> _Line:
+        def call(connection: Connection) -> _Line:
+            if self._closed.is_set():
+                raise EngramError("the stream is closed")
+            return _Line(connection, attempts)
+
+        return self._pool.run(call, attempts)
 
     # ------------------------------------------------------------------------------------- the reader thread
 
@@ -174,7 +182,7 @@ class LookupStream(LookupMethods[PendingLookup]):
         if self._closed.is_set():
             raise EngramError("the stream was closed before the reply came")
         self._closed.wait(self._pool.leave(line.connection, failure, attempts))
-        new = self._pool.run(lambda connection: _Line(connection, attempts), attempts)
+        new = self._open(attempts)
         with self._lock:
             self._line = new
             flights, self._flights = self._flights, deque()

@@ -179,7 +179,8 @@ class OverloadedError(Exception):
     """The engine's byte budget is used up."""
 
 class Batch:
-    """One submitted set of rows, deduplicated per layer. Holds its packed rows until it is dropped."""
+    """One submitted set of rows, deduplicated per layer. Holds its packed rows until it is dropped; dropped
+    before it is done, it gives up the reads not yet started."""
 
     @property
     def tag(self) -> int: ...

@@ -122,6 +122,17 @@ void Batch::find_failure() {
   }
 }
 
+// The batch fails as a whole, before any read.
+void Batch::fail_unread() {
+  if (!layers_.empty()) {
+    const LayerRows& rows = layers_.front();
+    failure_ = {.layer = rows.table.layer,
+                .row = rows.distinct.empty() ? -1 : rows.distinct.front(),
+                .error = ECANCELED};
+  }
+  finish();
+}
+
 // Gives the planning's and the reads' share of the budget back.
 void Batch::release_work() {
   std::uint64_t kept = 0;
@@ -248,7 +259,7 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, std::s
     }
   }
   if (inline_plan) plan(*batch);
-  return batch;
+  return {batch.get(), [batch](Batch*) { batch->cancel(); }};
 }
 
 void Engine::reserve(Batch& batch, std::uint64_t bytes) const {
@@ -291,6 +302,7 @@ void Engine::copy_ids(Batch& batch, const std::vector<LayerKeys>& keys) const {
 
 // Dedupes, lays out the packed rows and builds the reads; then starts them.
 void Engine::plan(Batch& batch) {
+  if (batch.job_.cancelled.load(std::memory_order_relaxed)) return batch.fail_unread();
   try {
     std::size_t packed_total = 0;
     for (Batch::LayerRows& rows : batch.layers_) {
@@ -311,14 +323,8 @@ void Engine::plan(Batch& batch) {
     }
     start(batch);
   } catch (const std::exception&) {
-    // Out of memory, or the reader was closed: the batch fails as a whole.
-    if (!batch.layers_.empty()) {
-      const Batch::LayerRows& rows = batch.layers_.front();
-      batch.failure_ = {.layer = rows.table.layer,
-                        .row = rows.distinct.empty() ? -1 : rows.distinct.front(),
-                        .error = ECANCELED};
-    }
-    batch.finish();
+    // Out of memory, or the reader was closed.
+    batch.fail_unread();
   }
 }
 

@@ -124,6 +124,8 @@ class Batch {
   };
 
   explicit Batch(std::shared_ptr<EngineShared> shared) : shared_(std::move(shared)) {}
+  void cancel() { job_.cancelled.store(true, std::memory_order_relaxed); }
+  void fail_unread();
   void find_failure();
   void release_work();
   void finish();
@@ -155,8 +157,10 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Copies the ids and starts the reads. Throws std::invalid_argument for an unknown layer or an id
-  // out of range, Overloaded when the budget is used up.
+  // Copies the ids and starts the reads. When the last copy of the pointer goes, reads not started
+  // yet are given up, lest a request that nobody waits for keeps others waiting. Throws
+  // std::invalid_argument for an unknown layer or an id out of range, Overloaded when the budget is
+  // used up.
   std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, std::size_t positions,
                                 std::size_t width, bool notify);
 

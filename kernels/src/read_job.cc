@@ -27,24 +27,33 @@ void ReadQueue::give_back(ReadJob* job, std::size_t index) {
 
 ReadQueue::Claim ReadQueue::claim(std::size_t max, bool wait) {
   std::unique_lock lock(mutex_);
-  if (wait) {
-    ++waiting_;
-    wake_.wait(lock, [&] { return stopped_ || !jobs_.empty() || !given_back_.empty(); });
-    --waiting_;
+  while (true) {
+    if (wait) {
+      ++waiting_;
+      wake_.wait(lock, [&] { return stopped_ || !jobs_.empty() || !given_back_.empty(); });
+      --waiting_;
+    }
+    if (!given_back_.empty()) {
+      const Claim claim = given_back_.back();
+      given_back_.pop_back();
+      return claim;
+    }
+    if (jobs_.empty()) return {};
+    ReadJob* const job = jobs_.front();
+    jobs_.pop_front();
+    const std::size_t first = job->next;
+    if (job->cancelled.load(std::memory_order_relaxed)) {
+      job->next = job->items.size();
+      lock.unlock();  // what ends a job takes locks of its own
+      job->items_cancelled(first);
+      lock.lock();
+      continue;
+    }
+    const std::size_t count = std::min(max, job->items.size() - first);
+    job->next += count;
+    if (job->next < job->items.size()) jobs_.push_back(job);
+    return {.job = job, .first = first, .count = count};
   }
-  if (!given_back_.empty()) {
-    const Claim claim = given_back_.back();
-    given_back_.pop_back();
-    return claim;
-  }
-  if (jobs_.empty()) return {};
-  ReadJob* const job = jobs_.front();
-  jobs_.pop_front();
-  const Claim claim{
-      .job = job, .first = job->next, .count = std::min(max, job->items.size() - job->next)};
-  job->next += claim.count;
-  if (job->next < job->items.size()) jobs_.push_back(job);
-  return claim;
 }
 
 void ReadQueue::stop() {

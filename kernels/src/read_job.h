@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -49,6 +50,7 @@ struct ReadJob {
   std::size_t next = 0;  // first item not handed out yet; guarded by the queue
   std::atomic<std::size_t> remaining{0};
   std::atomic<bool> any_failed{false};
+  std::atomic<bool> cancelled{false};  // set by the owner: items not handed out yet end unread
 
   // Called by a backend exactly once per item.
   void item_done(std::size_t index, std::int32_t error) {
@@ -56,7 +58,18 @@ struct ReadJob {
       errors[index] = error;
       any_failed.store(true, std::memory_order_relaxed);
     }
-    if (remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) finished();
+    items_done(1);
+  }
+  // Called by the queue once, with all that was not handed out.
+  void items_cancelled(std::size_t first) {
+    errors[first] = ECANCELED;
+    any_failed.store(true, std::memory_order_relaxed);
+    items_done(items.size() - first);
+  }
+
+ private:
+  void items_done(std::size_t count) {
+    if (remaining.fetch_sub(count, std::memory_order_acq_rel) == count) finished();
   }
 };
 
