@@ -16,8 +16,8 @@ class Limits:
 
     message_bytes: int = 64 << 20
     """Largest message in either direction."""
-    unary_reply_bytes: int = 32 << 20
-    """Largest payload of a unary reply; larger answers are streamed."""
+    unary_reply_bytes: int = 8 << 20
+    """Largest payload of a unary reply, held whole in memory; larger answers are streamed."""
     chunk_bytes: int = 1 << 20
     """Payload of one message of a stream; about 1 MiB is the fastest for gRPC in Python."""
     request_rows: int = 65_536 * 48 * 2

@@ -23,17 +23,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
-from engram_client._proto import engram_pb2 as pb
-from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.service import EngramService
+from engram_server.service import SERVICE_NAME, EngramService
 
 log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["Engram"].full_name
 _SCALE_POLL_S = 0.2
 _UDS_PATH_BYTES_MAX = 107
 """sun_path of sockaddr_un, without its closing zero."""
@@ -82,11 +79,13 @@ async def _serve(options: ServeOptions, memory: Memory) -> None:
         )
         status = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
-        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
         unhealthy = _Unhealthy(status)
         service = EngramService(memory, options.limits, on_truncated=unhealthy.report)
         closing.callback(service.close)
-        pb_grpc.add_EngramServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        service.register(server)
 
         addresses = _bind(server, options)
         await server.start()
@@ -145,7 +144,7 @@ async def _log_scale_loading(memory: Memory) -> None:
 
 
 async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
-    for service in (health.OVERALL_HEALTH, _SERVICE):
+    for service in (health.OVERALL_HEALTH, SERVICE_NAME):
         await status.set(service, state)
 
 
@@ -222,6 +221,11 @@ def _bind_reason(host: str, port: int) -> str:
 
 def _make_way(path: Path) -> None:
     """Remove the socket a dead server left behind; refuse when a live one, or another file, is there."""
+    if odd := sorted(set(str(path)) & set("%?#")):
+        raise ServeError(
+            f"cannot listen on the UNIX socket {path}: gRPC reads {' and '.join(odd)} as parts of a URI; choose "
+            "another path"
+        )
     if len(bytes(path)) > _UDS_PATH_BYTES_MAX:
         raise ServeError(
             f"the path of the UNIX socket has {len(bytes(path))} bytes, over the {_UDS_PATH_BYTES_MAX} that "

@@ -16,7 +16,6 @@ import grpc
 import grpc.aio
 
 from engram_client._proto import engram_pb2 as pb
-from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_server import wire
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
@@ -25,11 +24,13 @@ from engram_server.memory import Memory
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Engram"].full_name
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class EngramService(pb_grpc.EngramServicer):
-    """Answers lookups from one `Memory`. Make it on the event loop that serves."""
+class EngramService:
+    """Answers lookups from one `Memory`. Make it on the event loop that serves; `register` it with a server."""
 
     def __init__(self, memory: Memory, limits: Limits, on_truncated: Callable[[str], None]) -> None:
         """on_truncated is told, in words, that a table's file ends before its rows do."""
@@ -39,13 +40,35 @@ class EngramService(pb_grpc.EngramServicer):
         self._server_id = secrets.token_hex(16)
         self._streams: WeakSet[ReplyStream] = WeakSet()
 
+    def register(self, server: grpc.aio.Server) -> None:
+        """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                self.Describe,
+                request_deserializer=pb.DescribeRequest.FromString,
+                response_serializer=pb.DescribeReply.SerializeToString,
+            ),
+            "Lookup": grpc.unary_unary_rpc_method_handler(
+                self.Lookup,
+                request_deserializer=wire.parse_request,
+                response_serializer=pb.LookupReply.SerializeToString,
+            ),
+            "LookupStream": grpc.stream_stream_rpc_method_handler(
+                self.LookupStream,
+                request_deserializer=wire.parse_request,
+                response_serializer=pb.LookupChunk.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:  # noqa: N802
         """What is served, as of now."""
         return wire.describe(self._memory, self._limits, self._server_id)
 
-    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
+    async def Lookup(self, received: wire.Received, context: Context) -> pb.LookupReply:  # noqa: N802
         """One request, one reply of bounded size."""
         try:
+            request = wire.well_formed(received)
             rows = self._fetcher.admit(request)
             try:
                 plan = await self._fetcher.plan(request, rows)
@@ -58,7 +81,7 @@ class EngramService(pb_grpc.EngramServicer):
         raise AssertionError("abort raises")
 
     async def LookupStream(  # noqa: N802
-        self, requests: AsyncIterator[pb.LookupRequest], context: Context
+        self, requests: AsyncIterator[wire.Received], context: Context
     ) -> None:
         """Many requests, their replies in order and in chunks."""
         stream = ReplyStream(self._fetcher, self._limits, requests, context.write)

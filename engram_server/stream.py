@@ -89,7 +89,7 @@ class ReplyStream:
         self,
         fetcher: Fetcher,
         limits: Limits,
-        requests: AsyncIterator[pb.LookupRequest],
+        requests: AsyncIterator[wire.Received],
         write: Callable[[pb.LookupChunk], Awaitable[None]],
     ) -> None:
         """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
@@ -157,7 +157,8 @@ class ReplyStream:
         finally:
             self._answers.put_nowait(None)
 
-    async def _begin(self, answer: Answer, request: pb.LookupRequest) -> None:
+    async def _begin(self, answer: Answer, received: wire.Received) -> None:
+        request = wire.well_formed(received)
         answer.rows = self._fetcher.admit(request)
         self._admitted_rows += answer.rows
         plan = await self._fetcher.plan(request, answer.rows)

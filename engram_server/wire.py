@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 import engram_server
@@ -35,6 +37,33 @@ _ROW_KINDS = {_core.RowKind.FP4: pb.ROW_KIND_FP4, _core.RowKind.FP8: pb.ROW_KIND
 
 
 # ------------------------------------------------------------------------------------------------ requests
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """What came instead of a LookupRequest."""
+
+    reason: str
+    request_id: int = 0
+    """Of a request that cannot be read; nobody chose it."""
+
+
+Received: TypeAlias = pb.LookupRequest | Malformed
+
+
+def parse_request(data: bytes) -> Received:
+    """For gRPC, which answers a deserialiser's exception with UNKNOWN and a traceback in the log."""
+    try:
+        return pb.LookupRequest.FromString(data)
+    except DecodeError as error:
+        return Malformed(f"the message of {len(data)} bytes is not a LookupRequest: {error}")
+
+
+def well_formed(received: Received) -> pb.LookupRequest:
+    """The request. Raises InvalidRequestError when something else came."""
+    if isinstance(received, Malformed):
+        raise InvalidRequestError(received.reason)
+    return received
 
 
 def rows_of(message: pb.LookupRequest, memory: Memory, at_most: int) -> int:

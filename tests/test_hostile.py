@@ -206,6 +206,29 @@ def test_closing_a_stream_does_not_wait_for_a_server_that_is_gone(
     client.close()
 
 
+# --------------------------------------------------------------------------------------------- no messages
+
+
+def test_bytes_that_are_no_message_are_an_invalid_request_and_nothing_more(
+    server: ServerProcess, truth: Truth
+) -> None:
+    good = pb.LookupRequest(request_id=7, rows=pb.RowKeys(layer=14, ids=b"\5\0\0\0", id_bytes=4))
+    with grpc.insecure_channel(server.targets[0]) as channel:
+        lookup = channel.unary_unary("/engram.v1.Engram/Lookup")
+        with pytest.raises(grpc.RpcError) as raised:
+            lookup(b"\xff\xff\xff")
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the message of 3 bytes is not a LookupRequest" in raised.value.details()
+        stream = channel.stream_stream(
+            "/engram.v1.Engram/LookupStream", response_deserializer=pb.LookupChunk.FromString
+        )
+        garbled, answer = stream(iter([b"\xff\xff\xff", good.SerializeToString()]))
+    assert (garbled.error.code, garbled.last) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], True)
+    assert (answer.request_id, answer.last) == (7, True)
+    assert answer.payload == truth.rows(14, [5], "packed").tobytes()
+    assert "Traceback" not in server.log.read_text()
+
+
 # ---------------------------------------------------------------------------------------- wrong arguments
 
 
@@ -225,6 +248,8 @@ def test_arguments_that_no_message_can_carry_are_refused_in_words(server: Server
                 client.lookup([5], **keywords)
         with pytest.raises(InvalidRequestError, match="tokens of sequence 0 are no array"):
             client.lookup([[1], [2, 3]])
+        with pytest.raises(InvalidRequestError, match=r"have shape \[2, 12\]; a block has 24 columns"):
+            client.lookup_blocks({14: np.zeros((2, 12), np.int32)})
 
 
 @pytest.mark.parametrize("timeout", [1e12, math.inf])

@@ -133,7 +133,7 @@ def test_requests_are_admitted_up_to_the_limit(memory: Memory) -> None:
     [
         {"chunk_bytes": 0},
         {"budget_wait_s": -1},
-        {"message_bytes": 32 << 20},
+        {"message_bytes": 8 << 20},
         {"unary_reply_bytes": 1000},
         {"request_rows": 10, "pending_rows": 9},
     ],

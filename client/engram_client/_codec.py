@@ -60,6 +60,7 @@ def expect(query: Query, description: Description, limits: Limits) -> Expected:
         case BlockKeys():
             tokens = len(next(iter(keys.layers.values()), ()))
             layers = tuple(keys.layers)
+            _check_blocks(keys, description.model.columns)
         case RowKeys():
             tokens = len(keys.ids)
             layers = (keys.layer,)
@@ -71,6 +72,14 @@ def expect(query: Query, description: Description, limits: Limits) -> Expected:
             f"({limits.result_bytes}): split the request"
         )
     return expected
+
+
+def _check_blocks(keys: BlockKeys, columns: int) -> None:
+    for layer, ids in keys.layers.items():
+        if ids.shape[1] != columns:
+            raise InvalidRequestError(
+                f"row ids of layer {layer} have shape {list(ids.shape)}; a block has {columns} columns"
+            )
 
 
 def _row_bytes(query: Query, layers: tuple[int, ...], description: Description) -> int:
