@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <future>
@@ -20,6 +21,8 @@ constexpr unsigned kDepthMax = 4096;
 constexpr unsigned kThreadsDefaultMax = 4;
 // Reads taken from the queue at a time; more would starve other jobs, fewer would cost locks.
 constexpr std::size_t kClaimItems = 32;
+// Completions handled before new reads are submitted.
+constexpr unsigned kReapItems = 8;
 
 std::string sentence(const char* call, int error) {
   std::string text = std::string(call) + " failed: " + std::strerror(error);
@@ -115,7 +118,7 @@ class Ring {
   // errno).
   int run() {
     while (true) {
-      if (!fill()) return 0;
+      if (!fill(true)) return 0;
       if (const int error = submit_and_reap()) return error;
     }
   }
@@ -182,10 +185,11 @@ class Ring {
     }
   }
 
-  // False when there is nothing in flight and the queue has stopped.
-  bool fill() {
+  // Puts what the queue has into free slots; with nothing in flight, waits for it if it may. False
+  // when there is nothing in flight and nothing came: the queue has stopped.
+  bool fill(bool may_wait) {
     while (!free_.empty()) {
-      const bool idle = in_flight_count() == 0;
+      const bool idle = may_wait && in_flight_count() == 0;
       const ReadQueue::Claim claim =
           context_.queue.claim(std::min(free_.size(), kClaimItems), idle);
       if (claim.count == 0) return !idle;
@@ -229,20 +233,31 @@ class Ring {
 
   // 0, or the errno that makes the ring unusable.
   int submit_and_reap() {
-    const int submitted = ::io_uring_submit_and_wait(&ring_, 1);
-    // EAGAIN and EBUSY: the kernel is short of requests or completions until some are reaped.
-    if (submitted < 0 && submitted != -EINTR && submitted != -EAGAIN && submitted != -EBUSY) {
-      return -submitted;
+    if (const int error = unusable(::io_uring_submit_and_wait(&ring_, 1))) return error;
+    return reap();
+  }
+
+  // Ends what has completed. A long run of completions comes in pieces, with new reads submitted
+  // after each, so that the device does not run dry while their rows are copied: at depth 64 that
+  // is worth a sixth of the rate.
+  int reap() {
+    std::array<io_uring_cqe*, kReapItems> cqes;
+    while (const unsigned seen = ::io_uring_peek_batch_cqe(&ring_, cqes.data(), kReapItems)) {
+      for (unsigned i = 0; i < seen; ++i) {
+        complete(::io_uring_cqe_get_data64(cqes[i]), cqes[i]->res);
+      }
+      ::io_uring_cq_advance(&ring_, seen);
+      if (seen < kReapItems) return 0;
+      fill(false);
+      if (const int error = unusable(::io_uring_submit(&ring_))) return error;
     }
-    unsigned head;
-    unsigned seen = 0;
-    io_uring_cqe* cqe;
-    io_uring_for_each_cqe(&ring_, head, cqe) {
-      complete(::io_uring_cqe_get_data64(cqe), cqe->res);
-      ++seen;
-    }
-    ::io_uring_cq_advance(&ring_, seen);
     return 0;
+  }
+
+  // What an enter returned, as the errno that makes the ring unusable, or 0. EAGAIN and EBUSY: the
+  // kernel is short of requests or completions until some are reaped.
+  static int unusable(int result) {
+    return result >= 0 || result == -EINTR || result == -EAGAIN || result == -EBUSY ? 0 : -result;
   }
 
   void complete(std::uint64_t data, int result) {
