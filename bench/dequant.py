@@ -1,17 +1,16 @@
 """How fast packed rows become bf16, beside memcpy into the same buffer.
 
-`python bench/dequant.py` prints every conversion; `run()` returns the one figure of `make bench`.
+`python -m bench.dequant` prints every conversion; `run()` returns the one figure of `make bench`.
 """
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import one_core
 from engram_kernels._core import (
     Format,
     RowKind,
@@ -30,7 +29,7 @@ PAIRS = 9
 
 def run() -> dict[str, object]:
     """FP4 to bf16 against memcpy of the same bytes: interleaved pairs on one core, medians."""
-    with _one_core():
+    with one_core():
         out = np.ones(OUTPUT_BYTES, dtype=np.uint8)
         source = np.ones_like(out)
         convert = _conversion(RowKind.FP4, Format.BF16, out)
@@ -54,7 +53,7 @@ def main() -> None:
     )
     sizes = (OUTPUT_BYTES, REPLY_BYTES)
     print(f"{'rows':5}{'to':12}{'level':8}" + "".join(f"{size >> 20:17} MiB out" for size in sizes))
-    with _one_core():
+    with one_core():
         memory = np.ones(OUTPUT_BYTES, dtype=np.uint8)
         for kind in RowKind:
             for fmt in Format:
@@ -88,17 +87,6 @@ def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Pin this thread: a move to another core between the halves of a pair would count against one."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 if __name__ == "__main__":

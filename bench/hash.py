@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import one_core
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
 
@@ -57,17 +56,6 @@ def run() -> dict[str, Any]:
         "reference_name": f"numpy uint64 per column, 1 thread ({name})",
         "ratio": statistics.median(theirs / ours for ours, theirs in pairs),
     }
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Both sides on the same core, one thread each."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(allowed)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 def seconds(hash_once: Hash) -> float:

@@ -43,7 +43,18 @@ bool Batch::wait(std::int64_t timeout_ms) {
   return wake_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return done(); });
 }
 
-std::size_t Batch::gathered_bytes(std::size_t count, Format format) const {
+void Batch::check() const {
+  if (!done()) throw std::logic_error("the batch is still being read");
+  if (failure_) throw RowError(*failure_);
+}
+
+std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format format) const {
+  check();
+  if (first > positions_ || count > positions_ - first) {
+    throw std::invalid_argument("positions " + std::to_string(first) + " to " +
+                                std::to_string(first + count) + " of a batch of " +
+                                std::to_string(positions_));
+  }
   std::size_t row_bytes = 0;
   for (const LayerRows& rows : layers_) {
     const std::size_t bytes = output_bytes(rows.table.kind, format);
@@ -57,14 +68,7 @@ std::size_t Batch::gathered_bytes(std::size_t count, Format format) const {
 }
 
 void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
-  if (!done()) throw std::logic_error("the batch is still being read");
-  if (failure_) throw RowError(*failure_);
-  if (first > positions_ || count > positions_ - first) {
-    throw std::invalid_argument("positions " + std::to_string(first) + " to " +
-                                std::to_string(first + count) + " of a batch of " +
-                                std::to_string(positions_));
-  }
-  if (count == 0 || gathered_bytes(count, format) == 0) return;
+  if (gathered_bytes(first, count, format) == 0) return;
   std::vector<ConvertRow> convert;
   for (const LayerRows& rows : layers_) convert.push_back(row_converter(rows.table.kind, format));
   const std::size_t row_bytes = output_bytes(layers_.front().table.kind, format);

@@ -89,9 +89,12 @@ class Batch {
   // The rest needs done().
   const std::optional<RowFailure>& failure() const { return failure_; }
   const BatchStats& stats() const { return stats_; }
-  std::size_t gathered_bytes(std::size_t count, Format format) const;
-  // Rows of positions first .. first + count - 1 as [count, layers, width, row]; throws RowError
-  // when a row failed.
+  // Throws RowError when a row failed.
+  void check() const;
+  // Bytes of a gather; throws what it would throw: as check(), and std::invalid_argument for
+  // positions that the batch has not.
+  std::size_t gathered_bytes(std::size_t first, std::size_t count, Format format) const;
+  // Rows of positions first .. first + count - 1 as [count, layers, width, row].
   void gather(std::size_t first, std::size_t count, Format format, std::byte* out) const;
 
  private:

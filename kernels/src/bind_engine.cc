@@ -67,15 +67,8 @@ bool wait(Batch& batch, std::optional<double> timeout_s) {
   }
 }
 
-void check(const Batch& batch) {
-  if (!batch.done()) throw std::logic_error("the batch is still being read");
-  if (batch.failure()) throw RowError(*batch.failure());
-}
-
 nb::bytes gather(const Batch& batch, std::size_t first, std::size_t count, Format format) {
-  check(batch);
-  if (count > batch.positions()) count = batch.positions() + 1;  // refused by gather() below
-  const std::size_t bytes = count > batch.positions() ? 0 : batch.gathered_bytes(count, format);
+  const std::size_t bytes = batch.gathered_bytes(first, count, format);
   nb::object result =
       nb::steal<nb::object>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!result.is_valid()) throw nb::python_error();
@@ -91,9 +84,8 @@ using Out = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
 
 void gather_into(const Batch& batch, std::size_t first, std::size_t count, Format format,
                  const Out& out) {
-  check(batch);
-  const std::size_t bytes = count > batch.positions() ? 0 : batch.gathered_bytes(count, format);
-  if (out.size() != bytes && count <= batch.positions()) {
+  const std::size_t bytes = batch.gathered_bytes(first, count, format);
+  if (out.size() != bytes) {
     throw std::invalid_argument("out has " + std::to_string(out.size()) +
                                 " bytes; these rows need " + std::to_string(bytes));
   }
@@ -157,7 +149,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("done", &Batch::done)
       .def_prop_ro("stats", &stats)
       .def("wait", &wait, nb::arg("timeout_s") = nb::none())
-      .def("check", &check)
+      .def("check", &Batch::check)
       .def("gather", &gather, nb::arg("first"), nb::arg("count"), nb::arg("format"))
       .def("gather_into", &gather_into, nb::arg("first"), nb::arg("count"), nb::arg("format"),
            nb::arg("out").noconvert());

@@ -199,9 +199,8 @@ void Engine::plan_layer(Batch& batch, Batch::LayerRows& rows) {
   const auto loaded = static_cast<std::int64_t>(scales == nullptr ? 0 : scales->rows_loaded());
   const auto add = [&](const Plane& plane, std::uint64_t row, std::byte* dest, std::size_t length) {
     const std::uint64_t offset = plane.offset + row * plane.stride;
-    const std::uint64_t alignment = reader_->files()[plane.file].alignment();
     batch.stats_.read_bytes +=
-        (offset % alignment + length + alignment - 1) / alignment * alignment;
+        aligned_span(offset, length, reader_->files()[plane.file].alignment());
     batch.items_.push_back({.offset = offset,
                             .dest = dest,
                             .file = plane.file,

@@ -73,7 +73,7 @@ void ReadProgress::start(const ReadItem& item, const DataFile& file) {
   alignment_ = file.alignment();
   begin_ = offset_ / alignment_ * alignment_;
   head_ = static_cast<std::uint32_t>(offset_ - begin_);
-  span_ = (head_ + length_ + alignment_ - 1) / alignment_ * alignment_;
+  span_ = static_cast<std::uint32_t>(aligned_span(offset_, length_, alignment_));
   got_ = 0;
   resume_ = 0;
 }

@@ -101,6 +101,12 @@ class ReadQueue {
   bool stopped_ = false;
 };
 
+// Bytes of the aligned span that covers a read.
+constexpr std::uint64_t aligned_span(std::uint64_t offset, std::uint64_t length,
+                                     std::uint64_t alignment) {
+  return (offset % alignment + length + alignment - 1) / alignment * alignment;
+}
+
 // One read in progress: which aligned span of the file it covers, and how much of it has arrived.
 class ReadProgress {
  public:
