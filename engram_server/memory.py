@@ -6,11 +6,14 @@ the bytes.
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
@@ -170,9 +173,13 @@ def _engine_tables(checkpoint: Checkpoint) -> list[_core.Table]:
 
 
 def _table_state(spec: EngramSpec, engine: _core.Engine, table: TableRef) -> TableState:
-    """Reads the rows the digest samples, which is also the test read that makes a table servable."""
-    ids = spec.digest_rows(table.layer)
-    batch = engine.submit([(table.layer, ids.reshape(-1, 1))])
+    """Reads the rows the digest samples, and the last one: the test read that makes a table servable."""
+    sampled = spec.digest_rows(table.layer)
+    batch = engine.submit([(table.layer, np.append(sampled, table.rows - 1).reshape(-1, 1))])
     batch.wait()
-    digest = spec.table_digest(table.layer, table.row_bytes, batch.gather(0, len(ids), _core.Format.PACKED))
+    try:
+        rows = batch.gather(0, len(sampled), _core.Format.PACKED)
+    except _core.RowError as error:
+        raise OSError(errno.EIO, f"a test read of {table.codes.path} failed: {error}") from error
+    digest = spec.table_digest(table.layer, table.row_bytes, rows)
     return TableState(table.layer, table.rows, table.kind, table.row_bytes, digest)

@@ -1,6 +1,6 @@
 """The life of a server process: open the tables, prove they can be read, bind, serve, drain.
 
-    open -> test read -> bind -> SERVING -> (SIGTERM, SIGINT) -> NOT_SERVING, drain -> close
+    open (and test read) -> bind -> SERVING -> (SIGTERM, SIGINT) -> NOT_SERVING, drain -> close
 
 Nothing is bound before a row was read, so a server that can be reached can answer.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
-import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -65,7 +64,6 @@ def serve(options: ServeOptions) -> int:
     """
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with Memory.open(options.path, options.memory) as memory:
-        _test_read(memory)
         asyncio.run(_serve(options, memory))
     log.info("stopped")
     return 0
@@ -114,14 +112,6 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
-
-
-def _test_read(memory: Memory) -> None:
-    """Read the first and the last row of every table through the whole engine."""
-    for layer, table in memory.tables.items():
-        batch = memory.engine.submit([(layer, np.asarray([[0], [table.rows - 1]], dtype=np.int64))])
-        batch.wait()
-        batch.check()
 
 
 async def _log_scale_loading(memory: Memory) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles.facts import FACTS, nested_config
+from support.faulty_fs import faulty_fs
 from support.truth import Truth, same
 
 Result = subprocess.CompletedProcess[str]
@@ -207,3 +208,15 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
         result = engram_server(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+def test_a_disk_that_fails_when_tables_are_opened_is_a_sentence(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = fp4_checkpoint / "tokenizer.json"
+    with faulty_fs(fp4_checkpoint, tmp_path / "mnt", tmp_path / "control.json") as faults:
+        # Away from the first, middle and last page of a shard, and amid the rows that a digest samples.
+        faults.set("eio", 1_000_000, 1_200_000)
+        for command in (("serve", "--listen", "127.0.0.1:0"), ("lookup", "--rows", "1:0")):
+            name, *options = command
+            sentence = refused(name, tmp_path / "mnt", *options, "--tokenizer", tokenizer)
+            assert "a test read of" in sentence
+            assert "could not be read: Input/output error" in sentence
