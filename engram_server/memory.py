@@ -167,7 +167,9 @@ def _engine_tables(checkpoint: Checkpoint) -> list[_core.Table]:
         return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
 
     return [
-        _core.Table(table.layer, table.rows, table.kind, plane(table.codes), plane(table.scales))
+        _core.Table(
+            table.layer, table.rows, table.kind, [_core.Planes(plane(table.codes), plane(table.scales))]
+        )
         for table in checkpoint.tables
     ]
 

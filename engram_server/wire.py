@@ -191,15 +191,15 @@ def inverse_bytes(plan: Plan) -> Iterator[bytes]:
         yield inverse.astype("<i4", copy=False).tobytes()
 
 
-BatchStats: TypeAlias = tuple[int, int, int, int, int, int]
+BatchStats: TypeAlias = tuple[int, int, int, int, int, int, int]
 """As Batch.stats."""
 
-NO_STATS: BatchStats = (0, 0, 0, 0, 0, 0)
+NO_STATS: BatchStats = (0, 0, 0, 0, 0, 0, 0)
 
 
 def add_stats(a: BatchStats, b: BatchStats) -> BatchStats:
     """The two together."""
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5])
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6])
 
 
 def stats_message(request: Request, totals: BatchStats) -> pb.LookupStats:
@@ -207,7 +207,7 @@ def stats_message(request: Request, totals: BatchStats) -> pb.LookupStats:
 
     `rows` counts the keys of the request, also where only its distinct rows were submitted.
     """
-    _, distinct, cached, joined, reads, read_bytes = totals
+    _, distinct, cached, joined, reads, read_bytes, _ = totals
     return pb.LookupStats(
         rows=request.rows,
         distinct=distinct,

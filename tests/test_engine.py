@@ -38,7 +38,7 @@ class Tables:
                 planes.append(_core.Plane(0, at, plane.shape[1]))
                 content.append(plane.tobytes())
                 at += plane.size
-            self.native.append(_core.Table(layer, count, kind, *planes))
+            self.native.append(_core.Table(layer, count, kind, [_core.Planes(*planes)]))
             self.rows[layer] = np.concatenate([codes, scales], axis=1)
         path.write_bytes(b"".join(content))
 
@@ -95,7 +95,7 @@ def test_gathered_rows_are_the_tables_rows(tables: Tables, backend: str, scales:
         for at, layer in enumerate(ROWS):
             np.testing.assert_array_equal(got[:, at], tables.expected(layer, ids[layer]))
         distinct = sum(len(np.setdiff1d(ids[layer], [-1])) for layer in ROWS)
-        rows, deduplicated, cached, joined, reads, _ = batch.stats
+        rows, deduplicated, cached, joined, reads, _, _ = batch.stats
         assert (rows, deduplicated, cached, joined) == (positions * 48, distinct, 0, 0)
         assert reads == distinct * (1 if scales == "memory" else 2)
     engine.close()
@@ -206,11 +206,11 @@ def test_tables_that_do_not_fit_their_file_are_refused(tables: Tables) -> None:
         (0, fits),
     ):
         with pytest.raises(ValueError, match="layer 1: the codes plane does not fit"):
-            _core.Engine(reader, [_core.Table(1, rows, tables.kind, codes, scales)])
+            _core.Engine(reader, [_core.Table(1, rows, tables.kind, [_core.Planes(codes, scales)])])
     with pytest.raises(ValueError, match="names file 1 of 1"):
-        _core.Engine(reader, [_core.Table(1, 1, tables.kind, _core.Plane(1, 0, 256), scales)])
+        _core.Engine(reader, [_core.Table(1, 1, tables.kind, [_core.Planes(_core.Plane(1, 0, 256), scales)])])
     with pytest.raises(ValueError, match="layer 1 is given twice"):
-        _core.Engine(reader, [_core.Table(1, 1, tables.kind, fits, scales)] * 2)
+        _core.Engine(reader, [_core.Table(1, 1, tables.kind, [_core.Planes(fits, scales)])] * 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -326,7 +326,7 @@ def test_a_forked_child_gets_an_error_and_ends(tables: Tables) -> None:
         from engram_kernels import _core
         kind = _core.{tables.kind}
         reader = _core.Reader([{str(tables.path)!r}])
-        engine = _core.Engine(reader, [_core.Table(1, 9, kind, _core.Plane(0, 0, 256), _core.Plane(0, 0, 8))])
+        engine = _core.Engine(reader, [_core.Table(1, 9, kind, [_core.Planes(_core.Plane(0, 0, 256), _core.Plane(0, 0, 8))])])
         child = os.fork()
         if child == 0:
             try:

@@ -44,7 +44,7 @@ def engine_over(path: Path, backend: str) -> tuple[_core.Reader, _core.Engine]:
     """A reader, and an engine with the one table as layer 1."""
     reader = _core.Reader([str(path)], backend=backend, depth=16)
     planes = _core.Plane(0, PLANE_OFFSET, 128), _core.Plane(0, SCALES_OFFSET, 8)
-    return reader, _core.Engine(reader, [_core.Table(1, ROWS, _core.RowKind.FP4, *planes)])
+    return reader, _core.Engine(reader, [_core.Table(1, ROWS, _core.RowKind.FP4, [_core.Planes(*planes)])])
 
 
 def rows(engine: _core.Engine, ids: list[int]) -> bytes:

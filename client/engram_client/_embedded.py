@@ -91,7 +91,7 @@ class EngramMemory(LookupMethods[Lookup]):
     def _fill(self, payload: NDArray[np.uint8], plan: lookup.Plan, deadline: float | None) -> Stats:
         """Rows straight into their final place, block by block, the next one read meanwhile."""
         filled = 0
-        totals = np.zeros(6, dtype=np.int64)
+        totals = np.zeros(7, dtype=np.int64)
         ahead: _core.Batch | None = None
         for index, block in enumerate(plan.blocks):
             batch = ahead or self._submit(block, deadline)
@@ -111,7 +111,7 @@ class EngramMemory(LookupMethods[Lookup]):
             end = filled + inverse.nbytes
             payload[filled:end] = inverse.view(np.uint8)
             filled = end
-        _, distinct, cached, joined, reads, read_bytes = totals.tolist()
+        _, distinct, cached, joined, reads, read_bytes, _ = totals.tolist()
         return Stats(plan.request.rows, distinct, cached, joined, reads, read_bytes)
 
     def _submit(self, block: lookup.Block, deadline: float | None) -> _core.Batch:

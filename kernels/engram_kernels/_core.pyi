@@ -162,10 +162,22 @@ class Plane:
 
     def __init__(self, file: int, offset: int, stride: int) -> None: ...
 
-class Table:
-    """One layer's table. `codes` and `scales` planes, file numbers as given to the reader."""
+class Planes:
+    """A copy of a table in place: codes and scales of a row lie apart, and cost a read each."""
 
-    def __init__(self, layer: int, rows: int, kind: RowKind, codes: Plane, scales: Plane) -> None: ...
+    def __init__(self, codes: Plane, scales: Plane) -> None: ...
+
+class Table:
+    """One layer's table, in one copy or several equal ones; file numbers as given to the reader."""
+
+    def __init__(self, layer: int, rows: int, kind: RowKind, copies: Sequence[Planes]) -> None: ...
+
+class Lane(enum.Enum):
+    """Whose reads go first: DECODE before PREFILL before PREFETCH."""
+
+    DECODE = 0
+    PREFILL = 1
+    PREFETCH = 2
 
 class RowError(Exception):
     """A row could not be read; the text says which and why."""
@@ -191,13 +203,15 @@ class Batch:
     def check(self) -> None:
         """Raise RowError for the first row (in submission order) that failed. Only when done."""
     @property
-    def stats(self) -> tuple[int, int, int, int, int, int]:
-        """rows, distinct, cached, joined, reads, read_bytes."""
+    def stats(self) -> tuple[int, int, int, int, int, int, int]:
+        """rows, distinct, cached, joined, reads, read_bytes, groups."""
     def gather(self, first: int, count: int, format: Format) -> bytes:
         """Positions first .. first + count - 1 as row[count, L, W] bytes; raises RowError as check() does.
         Only when done."""
     def gather_into(self, first: int, count: int, format: Format, out: NDArray[np.uint8]) -> None:
         """As gather, into a C-contiguous uint8 array of exactly that many bytes (any shape)."""
+    def pick(self, layer: int, picks: NDArray[np.int64], format: Format) -> bytes:
+        """Some rows of the batch's layer number `layer`: rows picks[i] of its [n, columns], flattened."""
 
 class Engine:
     """Rows in, packed or dequantised rows out. Not usable after fork."""
@@ -207,17 +221,32 @@ class Engine:
         reader: Reader,
         tables: Sequence[Table],
         budget_bytes: int = 1 << 30,
+        *,
+        cache_bytes: int = 0,
     ) -> None:
-        """budget_bytes bounds the packed rows and ids of all batches alive."""
+        """budget_bytes bounds the packed rows and ids of all batches alive, cache_bytes the row cache (0 = none)."""
 
     @property
     def event_fd(self) -> int:
         """Readable when a batch ended; see completions()."""
     def completions(self) -> list[int]:
         """Tags of the batches that ended since the last call; resets event_fd. Never blocks."""
-    def submit(self, keys: Sequence[tuple[int, NDArray[np.int64]]], notify: bool = False) -> Batch:
+    def submit(
+        self,
+        keys: Sequence[tuple[int, NDArray[np.int64]]],
+        notify: bool = False,
+        *,
+        group: int = 1,
+        columns: tuple[int, int] | None = None,
+        lane: Lane = Lane.DECODE,
+        deadline_s: float | None = None,
+    ) -> Batch:
         """Start reading rows. keys: (layer id, ids [n, W]) with the same n and W in every item; ids may be
         strided views, -1 = zero row. notify: report the tag through event_fd.
+
+        group: 8 when every run of 8 columns is a row group, else 1. columns: (begin, end) of the W to answer;
+        ids outside of it only say which group a row belongs to. deadline_s: seconds from now after which reads
+        that have not started are given up.
 
         Raises ValueError naming layer, position and id when an id is out of range or a layer is unknown,
         OverloadedError when the budget is used up.

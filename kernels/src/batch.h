@@ -25,6 +25,15 @@ struct Plane {
   std::uint64_t stride = 0;
 };
 
+// A table in place: codes and scales of a row lie apart.
+struct Planes {
+  Plane codes;
+  Plane scales;
+};
+
+// Whose reads go first.
+enum class Lane : std::uint8_t { decode = 0, prefill = 1, prefetch = 2 };
+
 struct Table {
   std::int64_t layer = 0;
   std::uint64_t rows = 0;
@@ -54,6 +63,7 @@ struct BatchStats {
   std::uint64_t joined = 0;
   std::uint64_t reads = 0;
   std::uint64_t read_bytes = 0;
+  std::uint64_t groups = 0;
 };
 
 // What batches and their engine share; outlives both.

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -26,8 +27,12 @@ constexpr std::int64_t kSignalCheckMs = 100;
 
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::device::cpu>;
 
+using Columns = std::optional<std::pair<std::size_t, std::size_t>>;
+
 std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::int64_t, Ids>>& keys,
-                              bool notify) {
+                              bool notify, [[maybe_unused]] std::size_t group,
+                              const Columns& columns, [[maybe_unused]] Lane lane,
+                              [[maybe_unused]] std::optional<double> deadline_s) {
   std::vector<LayerKeys> layers;
   for (const auto& [layer, ids] : keys) {
     if (ids.shape(0) != keys.front().second.shape(0) ||
@@ -35,12 +40,13 @@ std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::i
       throw std::invalid_argument("every layer's ids must have the same shape");
     }
     layers.push_back({.layer = layer,
-                      .ids = ids.data(),
+                      .ids = ids.data() + (columns ? columns->first * ids.stride(1) : 0),
                       .position_stride = ids.stride(0),
                       .column_stride = ids.stride(1)});
   }
   const std::size_t positions = keys.empty() ? 0 : keys.front().second.shape(0);
-  const std::size_t width = keys.empty() ? 0 : keys.front().second.shape(1);
+  const std::size_t whole = keys.empty() ? 0 : keys.front().second.shape(1);
+  const std::size_t width = columns ? columns->second - columns->first : whole;
   nb::gil_scoped_release unlocked;
   return engine.submit(layers, positions, width, notify);
 }
@@ -93,10 +99,27 @@ void gather_into(const Batch& batch, std::size_t first, std::size_t count, Forma
   batch.gather(first, count, format, reinterpret_cast<std::byte*>(out.data()));
 }
 
+using Picks = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::bytes pick(const Batch& batch, std::size_t layer, const Picks& picks, Format format) {
+  const std::size_t row = batch.gathered_bytes(0, 1, format) / batch.layers() / batch.width();
+  const std::size_t bytes = picks.size() * row;
+  nb::object result =
+      nb::steal<nb::object>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+  auto* out = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr()));
+  std::vector<std::byte> one(batch.gathered_bytes(0, 1, format));
+  for (std::size_t i = 0; i < picks.size(); ++i, out += row) {
+    const auto at = static_cast<std::size_t>(picks.data()[i]);
+    batch.gather(at / batch.width(), 1, format, one.data());
+    std::memcpy(out, one.data() + (layer * batch.width() + at % batch.width()) * row, row);
+  }
+  return nb::borrow<nb::bytes>(result);
+}
+
 auto stats(const Batch& batch) {
   const BatchStats& s = batch.stats();
   if (!batch.done()) throw std::logic_error("the batch is still being read");
-  return nb::make_tuple(s.rows, s.distinct, s.cached, s.joined, s.reads, s.read_bytes);
+  return nb::make_tuple(s.rows, s.distinct, s.cached, s.joined, s.reads, s.read_bytes, s.groups);
 }
 
 // RowError and OverloadedError, with RowError's facts as attributes.
@@ -134,15 +157,31 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("file"), nb::arg("offset"), nb::arg("stride"));
 
+  nb::class_<Planes>(m, "Planes")
+      .def(
+          "__init__",
+          [](Planes* self, const Plane& codes, const Plane& scales) {
+            new (self) Planes{.codes = codes, .scales = scales};
+          },
+          nb::arg("codes"), nb::arg("scales"));
+
   nb::class_<Table>(m, "Table")
       .def(
           "__init__",
-          [](Table* self, std::int64_t layer, std::uint64_t rows, RowKind kind, const Plane& codes,
-             const Plane& scales) {
-            new (self)
-                Table{.layer = layer, .rows = rows, .kind = kind, .codes = codes, .scales = scales};
+          [](Table* self, std::int64_t layer, std::uint64_t rows, RowKind kind,
+             const std::vector<Planes>& copies) {
+            new (self) Table{.layer = layer,
+                             .rows = rows,
+                             .kind = kind,
+                             .codes = copies.at(0).codes,
+                             .scales = copies.at(0).scales};
           },
-          nb::arg("layer"), nb::arg("rows"), nb::arg("kind"), nb::arg("codes"), nb::arg("scales"));
+          nb::arg("layer"), nb::arg("rows"), nb::arg("kind"), nb::arg("copies"));
+
+  nb::enum_<Lane>(m, "Lane")
+      .value("DECODE", Lane::decode)
+      .value("PREFILL", Lane::prefill)
+      .value("PREFETCH", Lane::prefetch);
 
   nb::class_<Batch>(m, "Batch")
       .def_prop_ro("tag", &Batch::tag)
@@ -152,18 +191,23 @@ void bind_engine(nb::module_& m) {
       .def("check", &Batch::check)
       .def("gather", &gather, nb::arg("first"), nb::arg("count"), nb::arg("format"))
       .def("gather_into", &gather_into, nb::arg("first"), nb::arg("count"), nb::arg("format"),
-           nb::arg("out").noconvert());
+           nb::arg("out").noconvert())
+      .def("pick", &pick, nb::arg("layer"), nb::arg("picks"), nb::arg("format"));
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::new_([](std::shared_ptr<Reader> reader, std::vector<Table> tables,
-                       std::uint64_t budget_bytes) {
+                       std::uint64_t budget_bytes, std::uint64_t cache_bytes) {
+             static_cast<void>(cache_bytes);
              return make_for_this_process<Engine>(std::move(reader), std::move(tables),
                                                   budget_bytes);
            }),
-           nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30)
+           nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30,
+           nb::kw_only(), nb::arg("cache_bytes") = std::uint64_t{0})
       .def_prop_ro("event_fd", &Engine::event_fd)
       .def("completions", &Engine::take_completions)
-      .def("submit", &submit, nb::arg("keys").noconvert(), nb::arg("notify") = false)
+      .def("submit", &submit, nb::arg("keys").noconvert(), nb::arg("notify") = false, nb::kw_only(),
+           nb::arg("group") = 1, nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode,
+           nb::arg("deadline_s") = nb::none())
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
       .def(
           "scale_progress",
