@@ -263,6 +263,18 @@ def unique_ids(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     """Distinct ids of a flat array in order of first appearance, and the inverse; -1 is left out and
     its inverse is -1."""
 
+# --------------------------------------------------------------------------------------- store
+
+def crc32c(data: bytes, crc: int = 0, portable: bool = False) -> int:
+    """CRC-32C of `data`, going on from the CRC of the bytes before it. portable: without the CPU's
+    instruction, for tests."""
+
+def record_seal(uuid: bytes, layer: int, row: int, packed: bytes) -> int:
+    """The CRC-32C that follows a packed row in a store: over UUID, u32 layer, u64 row and the row."""
+
+def record_offset(kind: RowKind, row: int) -> int:
+    """Where a row's record begins, in bytes from its table's first page."""
+
 # ---------------------------------------------------------------------------------------- probes
 
 def probe_io_uring() -> dict[str, Any]:

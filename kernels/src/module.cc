@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
   engram::bind_hash(m);
   engram::bind_dequant(m);
   engram::bind_reader(m);
+  engram::bind_store(m);
   engram::bind_unique(m);
   engram::bind_engine(m);
 }
