@@ -200,13 +200,17 @@ def test_tables_that_do_not_fit_their_file_are_refused(tables: Tables) -> None:
     fits, scales = _core.Plane(0, 0, code_bytes), _core.Plane(0, 0, 8)
     for rows, codes in (
         (10, _core.Plane(0, size - 10 * code_bytes + 1, code_bytes)),
-        (2**40, fits),
+        (2**32 - 1, fits),
         (10, _core.Plane(0, 2**64 - 100, code_bytes)),
         (10, _core.Plane(0, 0, code_bytes - 1)),
-        (0, fits),
     ):
         with pytest.raises(ValueError, match="layer 1: the codes plane does not fit"):
             _core.Engine(reader, [_core.Table(1, rows, tables.kind, [_core.Planes(codes, scales)])])
+    for rows in (0, 2**32):
+        with pytest.raises(ValueError, match=f"layer 1 has {rows} rows; expected 1 to 4294967295"):
+            _core.Engine(reader, [_core.Table(1, rows, tables.kind, [_core.Planes(fits, scales)])])
+    with pytest.raises(ValueError, match="layer 1 has no copy to read"):
+        _core.Engine(reader, [_core.Table(1, 1, tables.kind, [])])
     with pytest.raises(ValueError, match="names file 1 of 1"):
         _core.Engine(reader, [_core.Table(1, 1, tables.kind, [_core.Planes(_core.Plane(1, 0, 256), scales)])])
     with pytest.raises(ValueError, match="layer 1 is given twice"):

@@ -111,9 +111,12 @@ class Reader:
         backend: str = "auto",
         depth: int = 64,
         threads: int = 0,
+        *,
+        bulk_depth: int = 0,
     ) -> None:
-        """backend: io_uring, pread, mmap or auto. depth: reads in flight, all threads together.
-        threads: io threads, 0 = the backend's default."""
+        """backend: io_uring, pread, mmap or auto. depth: reads in flight on each device, all threads together;
+        bulk_depth: of these, what the bulk lanes may hold, 0 = three quarters. threads: io threads, 0 = the
+        backend's default."""
 
     @property
     def backend(self) -> str: ...
@@ -123,6 +126,8 @@ class Reader:
     def fallback(self) -> bool: ...
     @property
     def depth(self) -> int: ...
+    @property
+    def bulk_depth(self) -> int: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -149,6 +154,9 @@ class Reader:
 ERROR_TRUNCATED: int
 """The file ends inside the bytes asked for."""
 
+ERROR_CHECKSUM: int
+"""A packed store's record is not the row it should be."""
+
 READ_BUFFER_BYTES: int
 """Memory per read in flight, which io_uring registers and RLIMIT_MEMLOCK counts."""
 
@@ -167,10 +175,18 @@ class Planes:
 
     def __init__(self, codes: Plane, scales: Plane) -> None: ...
 
-class Table:
-    """One layer's table, in one copy or several equal ones; file numbers as given to the reader."""
+class Pages:
+    """A copy of a table in a packed store (docs/format.md): record pages from `offset` on. One read a row, and
+    every row read is checked against its seal."""
 
-    def __init__(self, layer: int, rows: int, kind: RowKind, copies: Sequence[Planes]) -> None: ...
+    def __init__(self, file: int, offset: int, uuid: bytes) -> None:
+        """uuid: the store's, 16 bytes. Raises ValueError for another length."""
+
+class Table:
+    """One layer's table, in one copy or several equal ones, of which each read takes that of the least busy device.
+    File numbers as given to the reader."""
+
+    def __init__(self, layer: int, rows: int, kind: RowKind, copies: Sequence[Planes | Pages]) -> None: ...
 
 class Lane(enum.Enum):
     """Whose reads go first: DECODE before PREFILL before PREFETCH."""
@@ -180,19 +196,19 @@ class Lane(enum.Enum):
     PREFETCH = 2
 
 class RowError(Exception):
-    """A row could not be read; the text says which and why."""
+    """A row could not be read, or was given up (ECANCELED, ETIMEDOUT); the text says which and why."""
 
     layer: int
     row: int
     error: int
-    """As Reader.read reports it: an errno or ERROR_TRUNCATED."""
+    """As Reader.read reports it, or ERROR_CHECKSUM."""
 
 class OverloadedError(Exception):
     """The engine's byte budget is used up."""
 
 class Batch:
-    """One submitted set of rows, deduplicated per layer. Holds its packed rows until it is dropped; dropped
-    before it is done, it gives up the reads not yet started."""
+    """One submitted set of rows, deduplicated by group. Holds its rows, in the cache's slots or in memory of its
+    own, until it is dropped; dropped before it is done, it gives up the reads not yet started."""
 
     @property
     def tag(self) -> int: ...
@@ -204,7 +220,9 @@ class Batch:
         """Raise RowError for the first row (in submission order) that failed. Only when done."""
     @property
     def stats(self) -> tuple[int, int, int, int, int, int, int]:
-        """rows, distinct, cached, joined, reads, read_bytes, groups."""
+        """rows asked for (zero rows included); then of the distinct groups: rows, those of them that were in memory,
+        those that another batch was reading; reads made, bytes they asked for; and the number of distinct groups
+        (0 for resident tables, whose rows are not deduplicated)."""
     def gather(self, first: int, count: int, format: Format) -> bytes:
         """Positions first .. first + count - 1 as row[count, L, W] bytes; raises RowError as check() does.
         Only when done."""
@@ -224,7 +242,8 @@ class Engine:
         *,
         cache_bytes: int = 0,
     ) -> None:
-        """budget_bytes bounds the packed rows and ids of all batches alive, cache_bytes the row cache (0 = none)."""
+        """budget_bytes bounds what all batches alive hold besides cache slots, of which bulk lanes may use seven
+        eighths; cache_bytes bounds the row cache (0, or too little for one set of slots = none)."""
 
     @property
     def event_fd(self) -> int:
@@ -253,8 +272,22 @@ class Engine:
         """
     def load_scales(self, layer: int) -> None:
         """Read the layer's scale plane into memory on a native thread; lookups use it as it arrives."""
+    def load_resident(self, layer: int) -> None:
+        """Read the whole table into memory on a native thread; once all is there, lookups read no disk.
+        Raises MemoryError when the kernel refuses the memory."""
     def scale_progress(self, layer: int) -> tuple[int, int, str]:
         """Rows loaded, rows in all, and an error text ("" = none)."""
+    def resident_progress(self, layer: int) -> tuple[int, int, str]:
+        """As scale_progress."""
+    def cache_stats(self) -> dict[str, int]:
+        """capacity_bytes and slot_bytes of rows, slots, used; since start, in groups: hits (found whole), misses (rows
+        were read), joined (another batch was reading them), overflows (no slot could be had), evictions. Empty
+        without a cache."""
+    def cached_groups(
+        self, layer: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint8]]:
+        """What the cache holds of a layer: rows of the group (8 or 1) [n], row ids [n, 8], mask of the rows held
+        [n], heat 0..3 [n]."""
     def in_flight_bytes(self) -> int: ...
     def close(self) -> None:
         """Wait for reads in flight and stop the threads."""

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "files.h"
-#include "read_job.h"
+#include "read_queue.h"
 
 namespace engram {
 
@@ -27,7 +27,11 @@ struct ReadCounters {
 
 // Shared by the threads of a reader. Outlives every backend.
 struct ReadContext {
+  ReadContext(std::vector<DataFile> opened, unsigned depth, unsigned bulk_depth)
+      : files(std::move(opened)), devices(files, depth, bulk_depth), queue(devices) {}
+
   std::vector<DataFile> files;
+  Devices devices;
   ReadQueue queue;
   ReadCounters counters;
 };
@@ -63,7 +67,7 @@ class Backend {
 
 // Reads in flight (io_uring) or threads that block in a read (pread, mmap).
 struct BackendOptions {
-  unsigned depth = 64;
+  unsigned depth = 64;   // per device
   unsigned threads = 0;  // 0 = the backend's default
 };
 
@@ -85,21 +89,24 @@ struct RingProbe {
 };
 RingProbe probe_ring();
 
-// Ends an item whose bytes lie in `buffer` as `progress` says.
-inline void finish_item(ReadContext& context, ReadJob& job, std::size_t index,
-                        const ReadProgress& progress, const std::byte* buffer) {
-  const ReadItem& item = job.items[index];
+// Ends a read whose bytes lie in `buffer` as `progress` says.
+inline void finish_read(ReadContext& context, const Claimed& claimed, const ReadProgress& progress,
+                        const std::byte* buffer) {
   ReadCounters& counters = context.counters;
   constexpr auto relaxed = std::memory_order_relaxed;
-  counters.needed_bytes.fetch_add(item.length, relaxed);
+  counters.needed_bytes.fetch_add(claimed.read.length, relaxed);
   if (progress.was_short()) counters.short_reads.fetch_add(1, relaxed);
   if (progress.retries() != 0) counters.retries.fetch_add(progress.retries(), relaxed);
-  if (progress.error() != 0) {
-    counters.errors.fetch_add(1, relaxed);
-  } else {
-    __builtin_memcpy(item.dest, buffer + progress.head(), item.length);
-  }
-  job.item_done(index, progress.error());
+  if (progress.error() != 0) counters.errors.fetch_add(1, relaxed);
+  context.queue.ended(claimed);
+  claimed.source->ended(claimed.read, progress.error(), buffer + progress.head());
+}
+
+// The same for a read that cannot be made.
+inline void fail_read(ReadContext& context, const Claimed& claimed, std::int32_t error) {
+  context.counters.errors.fetch_add(1, std::memory_order_relaxed);
+  context.queue.ended(claimed);
+  claimed.source->ended(claimed.read, error, nullptr);
 }
 
 }  // namespace engram

@@ -4,23 +4,35 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <system_error>
-
-#include "dequant.h"
+#include <utility>
 
 namespace engram {
 namespace {
 
-// How far ahead of the copy the source row is fetched.
-constexpr std::size_t kPrefetchRows = 12;
-constexpr std::size_t kCacheLineBytes = 64;
-
-void prefetch_row(const std::byte* row, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += kCacheLineBytes) __builtin_prefetch(row + at);
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
+
+// What one read brings of a row.
+enum Part : unsigned {
+  kRecord,  // codes, scales and seal
+  kCodes,   // codes; the scales are read apart, or taken from memory
+  kScales,
+};
+
+// A read's tag: its miss, whose low 6 bits are free, and there row and part.
+std::uint64_t tag_of(const Miss& miss, unsigned row, unsigned part) {
+  static_assert(alignof(Miss) >= 64 && kGroupRows <= 8);
+  return reinterpret_cast<std::uint64_t>(&miss) | part << 3 | row;
+}
+Miss& miss_of(std::uint64_t tag) { return *reinterpret_cast<Miss*>(tag & ~std::uint64_t{63}); }
 
 }  // namespace
 
@@ -29,112 +41,199 @@ std::string failure_text(const RowFailure& failure) {
          " could not be read: " + error_text(failure.error);
 }
 
-EngineShared::EngineShared(std::uint64_t budget_bytes)
-    : budget_bytes(budget_bytes), event_fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+EngineShared::EngineShared(std::vector<Table> given, std::uint64_t budget_bytes,
+                           std::uint64_t cache_bytes)
+    : tables(std::move(given)),
+      budget_bytes(budget_bytes),
+      event_fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (event_fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  if (cache_bytes >= RowCache::bytes_min(tables.row_bytes_max())) {
+    cache = std::make_unique<RowCache>(cache_bytes, tables.row_bytes_max());
+  }
 }
 
 EngineShared::~EngineShared() { ::close(event_fd); }
 
-Batch::~Batch() { shared_->in_flight_bytes.fetch_sub(reserved_bytes_); }
-
-bool Batch::wait(std::int64_t timeout_ms) {
-  std::unique_lock lock(mutex_);
-  return wake_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return done(); });
-}
-
-void Batch::check() const {
-  if (!done()) throw std::logic_error("the batch is still being read");
-  if (failure_) throw RowError(*failure_);
-}
-
-std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format format) const {
-  check();
-  if (first > positions_ || count > positions_ - first) {
-    throw std::invalid_argument("positions " + std::to_string(first) + " to " +
-                                std::to_string(first + count) + " of a batch of " +
-                                std::to_string(positions_));
+Batch::~Batch() {
+  for (const Group& group : groups_) {
+    if (group.entry != Miss::kNoEntry) shared_->cache->unpin(group.entry);
   }
-  std::size_t row_bytes = 0;
-  for (const LayerRows& rows : layers_) {
-    const std::size_t bytes = output_bytes(rows.table.kind, format);
-    if (row_bytes != 0 && bytes != row_bytes) {
-      throw std::invalid_argument(
-          "layers of different row kinds have no packed form in common; ask for them one by one");
-    }
-    row_bytes = bytes;
-  }
-  return count * layers_.size() * width_ * row_bytes;
+  shared_->in_flight_bytes.fetch_sub(reserved_bytes_);
 }
 
-void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
-  if (gathered_bytes(first, count, format) == 0) return;
-  std::vector<ConvertRow> convert;
-  for (const LayerRows& rows : layers_) convert.push_back(row_converter(rows.table.kind, format));
-  const std::size_t row_bytes = output_bytes(layers_.front().table.kind, format);
-  for (std::size_t position = first; position < first + count; ++position) {
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
-      const LayerRows& rows = layers_[l];
-      const std::size_t packed = packed_bytes(rows.table.kind);
-      const std::int32_t* const inverse = rows.inverse.data();
-      const std::size_t begin = position * width_;
-      const std::size_t end = rows.inverse.size();
-      for (std::size_t i = begin; i < begin + width_; ++i, out += row_bytes) {
-        if (i + kPrefetchRows < end && inverse[i + kPrefetchRows] >= 0) {
-          prefetch_row(rows.packed + static_cast<std::size_t>(inverse[i + kPrefetchRows]) * packed,
-                       packed);
-        }
-        if (inverse[i] < 0) {
-          std::memset(out, 0, row_bytes);
-        } else {
-          convert[l](rows.packed + static_cast<std::size_t>(inverse[i]) * packed, out);
-        }
-      }
-    }
-  }
-}
+// ------------------------------------------------------------------------------------- reading
 
-// The first read that failed, as the row it was for.
-void Batch::find_failure() {
-  const auto failed = std::ranges::find_if(errors_, [](std::int32_t error) { return error != 0; });
-  if (failed == errors_.end()) return;
-  const ReadItem& item = items_[static_cast<std::size_t>(failed - errors_.begin())];
-  for (const LayerRows& rows : layers_) {
-    const std::size_t packed = packed_bytes(rows.table.kind);
-    if (item.dest < rows.packed || item.dest >= rows.packed + rows.distinct.size() * packed)
+std::size_t Batch::next(std::span<Read> out, Room& room) {
+  std::size_t count = 0;
+  while (count < out.size() && at_ < to_read_.size()) {
+    Miss& miss = *to_read_[at_];
+    if (!begun_ && !begin(miss, room)) {
+      ++at_;
       continue;
-    const auto index = static_cast<std::size_t>(item.dest - rows.packed) / packed;
-    failure_ = {.layer = rows.table.layer, .row = rows.distinct[index], .error = *failed};
+    }
+    begun_ = true;
+    if (!emit(miss, out[count], room)) return count;
+    ++count;
   }
+  return count;
+}
+
+// False when another miss makes its reads.
+bool Batch::begin(Miss& miss, const Room& room) {
+  if (!miss.start()) return false;
+  const TableState& state = shared_->tables[groups_[miss.group].key.table];
+  const std::vector<TableCopy>& copies = state.table.copies;
+  for (std::uint8_t copy = 1; copy < copies.size(); ++copy) {
+    if (room.in_flight(copies[copy].file()) < room.in_flight(copies[miss.copy].file())) {
+      miss.copy = copy;
+    }
+  }
+  miss.apart = 0;
+  if (!copies[miss.copy].pages) {
+    const std::uint64_t loaded = state.scale_rows_loaded();
+    for (unsigned row = 0; row < kGroupRows; ++row) {
+      const bool on_disk = groups_[miss.group].key.ids[row] >= loaded;
+      miss.apart |= static_cast<RowMask>(on_disk << row);
+    }
+    miss.apart &= miss.reads;
+  }
+  miss.reads_left.store(static_cast<std::uint8_t>(count_rows(miss.reads) + count_rows(miss.apart)),
+                        std::memory_order_relaxed);
+  return true;
+}
+
+// Writes the next read of a miss that has begun, if there is room for it; after the last, moves on.
+bool Batch::emit(Miss& miss, Read& read, Room& room) {
+  const bool paged =
+      shared_->tables[groups_[miss.group].key.table].table.copies[miss.copy].pages.has_value();
+  const unsigned rows = count_rows(miss.reads);
+  // Codes or records first, then the scales that are read apart.
+  const bool scales = emitted_ >= rows;
+  RowMask left = scales ? miss.apart : miss.reads;
+  for (unsigned skip = scales ? emitted_ - rows : emitted_; skip > 0; --skip) left &= left - 1;
+  const auto row = static_cast<unsigned>(std::countr_zero(left));
+  read = read_of(miss, row, scales ? kScales : paged ? kRecord : kCodes);
+  if (!room.take(read.file)) return false;
+  ++stats_.reads;
+  stats_.read_bytes += aligned_span(read.offset, read.length, room.alignment(read.file));
+  if (++emitted_ == rows + count_rows(miss.apart)) {
+    emitted_ = 0;
+    begun_ = false;
+    ++at_;
+  }
+  return true;
+}
+
+Read Batch::read_of(const Miss& miss, unsigned row, unsigned part) const {
+  const RowGroup& key = groups_[miss.group].key;
+  const Table& table = shared_->tables[key.table].table;
+  const TableCopy& copy = table.copies[miss.copy];
+  const std::uint64_t tag = tag_of(miss, row, part);
+  if (part == kRecord) {
+    const RecordFormat format = RecordFormat::of(table.kind);
+    return {.offset = copy.pages->offset + format.offset_of(key.ids[row]),
+            .file = copy.pages->file,
+            .length = static_cast<std::uint32_t>(format.record_bytes),
+            .tag = tag};
+  }
+  const Plane& plane = part == kCodes ? copy.planes.codes : copy.planes.scales;
+  return {
+      .offset = plane.offset + key.ids[row] * plane.stride,
+      .file = plane.file,
+      .length = static_cast<std::uint32_t>(part == kCodes ? code_bytes(table.kind) : kScaleBytes),
+      .tag = tag};
+}
+
+void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) {
+  Miss& miss = miss_of(read.tag);
+  const auto row = static_cast<unsigned>(read.tag & 7);
+  if (error == 0) error = keep(miss, row, static_cast<unsigned>(read.tag >> 3 & 7), read, bytes);
+  if (error != 0) miss.fail(static_cast<RowMask>(1u << row), error);
+  if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) == 1) miss_ended(miss);
+}
+
+// Puts what a read brought where the row belongs. 0, or why it is not the row.
+std::int32_t Batch::keep(Miss& miss, unsigned row, unsigned part, const Read& read,
+                         const std::byte* bytes) const {
+  const RowGroup& key = groups_[miss.group].key;
+  const TableState& state = shared_->tables[key.table];
+  const std::size_t row_bytes = packed_bytes(state.table.kind);
+  std::byte* const to = miss.data + row * row_bytes;
+  if (part == kRecord) {
+    if (!state.seals[miss.copy].matches(key.ids[row], bytes, row_bytes)) return kErrorChecksum;
+    std::memcpy(to, bytes, row_bytes);
+    return 0;
+  }
+  std::byte* const to_scales = to + row_bytes - kScaleBytes;
+  std::memcpy(part == kCodes ? to : to_scales, bytes, read.length);
+  if (part == kCodes && (miss.apart >> row & 1) == 0) {
+    const ScaleMemory* const scales = state.scales.load(std::memory_order_acquire);
+    std::memcpy(to_scales, scales->of(key.ids[row]), kScaleBytes);
+  }
+  return 0;
+}
+
+void Batch::miss_ended(Miss& miss) {
+  if (miss.entry != Miss::kNoEntry) return tell(shared_->cache->ended(miss));
+  miss.next = nullptr;
+  tell(&miss);
+}
+
+void Batch::tell(Miss* over) {
+  while (over != nullptr) {
+    Miss* const miss = std::exchange(over, over->next);  // it goes with its batch
+    miss->batch->part_done();
+  }
+}
+
+bool Batch::wants_out() const {
+  if (gave_up_) return false;
+  return cancelled_.load(std::memory_order_relaxed) ||
+         (deadline_ns_ != 0 && now_ns() > deadline_ns_);
+}
+
+bool Batch::give_up() {
+  gave_up_ = true;
+  const std::int32_t why = cancelled_.load(std::memory_order_relaxed) ? ECANCELED : ETIMEDOUT;
+  std::vector<Miss*> kept;
+  if (begun_) kept.push_back(to_read_[at_++]);  // in the middle of its reads
+  for (; at_ < to_read_.size(); ++at_) {
+    if (!drop(*to_read_[at_], why, false)) kept.push_back(to_read_[at_]);
+  }
+  to_read_ = std::move(kept);
+  at_ = 0;
+  return !to_read_.empty();
+}
+
+// False when others wait for it (and `regardless` is not set): then it must be read.
+bool Batch::drop(Miss& miss, std::int32_t why, bool regardless) {
+  Miss* over = nullptr;
+  if (miss.entry != Miss::kNoEntry) {
+    if (!shared_->cache->give_up(miss, why, regardless, over)) return false;
+  } else if (miss.start()) {
+    miss.fail(miss.reads, why);
+    over = &miss;
+  }
+  tell(over);
+  return true;
 }
 
 // The batch fails as a whole, before any read.
-void Batch::fail_unread() {
-  if (!layers_.empty()) {
-    const LayerRows& rows = layers_.front();
-    failure_ = {.layer = rows.table.layer,
-                .row = rows.distinct.empty() ? -1 : rows.distinct.front(),
-                .error = ECANCELED};
-  }
-  finish();
+void Batch::fail_all(std::int32_t why) {
+  for (Miss* const miss : to_read_) drop(*miss, why, true);
+  to_read_.clear();
+  failed_whole_ = why;
 }
 
-// Gives the planning's and the reads' share of the budget back.
-void Batch::release_work() {
-  std::uint64_t kept = 0;
-  for (const LayerRows& rows : layers_) {
-    kept += rows.inverse.size() * sizeof(rows.inverse[0]) +
-            rows.distinct.size() * (sizeof(rows.distinct[0]) + packed_bytes(rows.table.kind));
-  }
-  shared_->in_flight_bytes.fetch_sub(reserved_bytes_ - kept);
-  reserved_bytes_ = kept;
+void Batch::part_done() {
+  if (parts_.fetch_sub(1, std::memory_order_acq_rel) == 1) finish();
 }
 
-// On the thread that ended the last read (or planned a batch without any).
+// On the thread that ended the last part.
 void Batch::finish() {
-  if (job_.any_failed.load(std::memory_order_relaxed)) find_failure();
-  items_ = {};
-  errors_ = {};
+  find_failure();
+  misses_.clear();
+  to_read_ = std::vector<Miss*>();
   release_work();
   const std::shared_ptr<Batch> keep = std::move(self_);
   {
@@ -150,6 +249,44 @@ void Batch::finish() {
     [[maybe_unused]] const ssize_t written = ::write(shared_->event_fd, &one, sizeof one);
   }
   if (--shared_->running == 0) shared_->idle.notify_all();
+}
+
+// The first row, in order of submission, that could not be read.
+void Batch::find_failure() {
+  for (const Miss& miss : misses_) {
+    const RowMask failed = miss.failed.load(std::memory_order_acquire) & miss.need;
+    if (failed == 0) continue;
+    const RowGroup& key = groups_[miss.group].key;
+    failure_ = {.layer = shared_->tables[key.table].table.layer,
+                .row = key.ids[static_cast<unsigned>(std::countr_zero(failed))],
+                .error = miss.error.load(std::memory_order_relaxed)};
+    return;
+  }
+  if (failed_whole_ != 0 && !layers_.empty()) {
+    failure_ = {.layer = layers_.front().table->table.layer, .row = -1, .error = failed_whole_};
+  }
+}
+
+// Gives back what of the budget planning and reading took, and the rows that have slots.
+void Batch::release_work() {
+  std::uint64_t kept = own_bytes_ + groups_.size() * sizeof(Group);
+  for (const LayerRows& rows : layers_) {
+    kept += (rows.index.size() + rows.ids.size()) * sizeof(std::int32_t) +
+            rows.splits.size() * sizeof(rows.splits[0]);
+  }
+  kept = std::min(kept, reserved_bytes_);
+  shared_->in_flight_bytes.fetch_sub(reserved_bytes_ - kept);
+  reserved_bytes_ = kept;
+}
+
+bool Batch::wait(std::int64_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  return wake_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return done(); });
+}
+
+void Batch::check() const {
+  if (!done()) throw std::logic_error("the batch is still being read");
+  if (failure_) throw RowError(*failure_);
 }
 
 }  // namespace engram

@@ -1,46 +1,27 @@
-// One submitted set of rows: its ids, its packed rows once they are read, and their gathering in
-// any format.
+// One submitted set of rows: its groups, the reads of those that are not in memory, and the
+// gathering of its rows in any format.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "format.h"
-#include "read_job.h"
+#include "read_queue.h"
+#include "row_cache.h"
+#include "tables.h"
 
 namespace engram {
-
-// Row r of a plane lies at offset + r * stride of a file of the reader.
-struct Plane {
-  std::uint32_t file = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t stride = 0;
-};
-
-// A table in place: codes and scales of a row lie apart.
-struct Planes {
-  Plane codes;
-  Plane scales;
-};
-
-// Whose reads go first.
-enum class Lane : std::uint8_t { decode = 0, prefill = 1, prefetch = 2 };
-
-struct Table {
-  std::int64_t layer = 0;
-  std::uint64_t rows = 0;
-  RowKind kind = RowKind::fp4;
-  Plane codes;
-  Plane scales;
-};
 
 struct RowFailure {
   std::int64_t layer = 0;
@@ -57,21 +38,23 @@ class RowError : public std::runtime_error {
 };
 
 struct BatchStats {
-  std::uint64_t rows = 0;
-  std::uint64_t distinct = 0;
-  std::uint64_t cached = 0;
-  std::uint64_t joined = 0;
+  std::uint64_t rows = 0;      // asked for, zero rows included
+  std::uint64_t distinct = 0;  // rows of distinct groups
+  std::uint64_t cached = 0;    // of these: from memory
+  std::uint64_t joined = 0;    // of these: read by another batch
   std::uint64_t reads = 0;
   std::uint64_t read_bytes = 0;
-  std::uint64_t groups = 0;
+  std::uint64_t groups = 0;  // distinct ones
 };
 
 // What batches and their engine share; outlives both.
 struct EngineShared {
-  explicit EngineShared(std::uint64_t budget_bytes);
+  EngineShared(std::vector<Table> tables, std::uint64_t budget_bytes, std::uint64_t cache_bytes);
   ~EngineShared();
 
+  Tables tables;
   const std::uint64_t budget_bytes;
+  std::unique_ptr<RowCache> cache;  // null: none
   std::atomic<std::uint64_t> in_flight_bytes{0};
 
   std::mutex mutex;
@@ -81,16 +64,32 @@ struct EngineShared {
   int event_fd = -1;
 };
 
-// One submitted set of rows. Immutable once done; its packed rows live as long as it does.
-class Batch {
+// Which of the ids of a position are wanted, and how they form groups.
+struct Columns {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  std::size_t group_rows = 1;  // kGroupRows, or 1
+
+  std::size_t count() const { return end - begin; }
+  std::size_t first_group() const { return begin / group_rows; }
+  std::size_t groups() const { return (end + group_rows - 1) / group_rows - first_group(); }
+  // Wanted rows of the g-th of those groups, as begin and end within it.
+  std::array<std::size_t, 2> rows_of(std::size_t g) const {
+    const std::size_t first = (first_group() + g) * group_rows;
+    return {begin > first ? begin - first : 0, std::min(end - first, group_rows)};
+  }
+};
+
+// Immutable once done; its rows live as long as it does.
+class Batch final : public ReadSource {
  public:
-  ~Batch();
+  ~Batch() override;
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
   std::uint64_t tag() const { return tag_; }
   std::size_t positions() const { return positions_; }
-  std::size_t width() const { return width_; }
+  std::size_t width() const { return columns_.count(); }
   std::size_t layers() const { return layers_.size(); }
   bool done() const { return done_.load(std::memory_order_acquire); }
   // False when `timeout_ms` passed first.
@@ -106,35 +105,95 @@ class Batch {
   std::size_t gathered_bytes(std::size_t first, std::size_t count, Format format) const;
   // Rows of positions first .. first + count - 1 as [count, layers, width, row].
   void gather(std::size_t first, std::size_t count, Format format, std::byte* out) const;
+  // Bytes of one layer's row; throws std::invalid_argument for a layer the batch has not.
+  std::size_t row_bytes(std::size_t layer, Format format) const;
+  // Rows picks[i] of one layer's [positions, width], flattened, as [picks, row]. Throws
+  // std::invalid_argument for one that is not there.
+  void pick(std::size_t layer, std::span<const std::int64_t> picks, Format format,
+            std::byte* out) const;
 
  private:
   friend class Engine;
+  friend class Planner;
+
+  // A distinct group and its rows.
+  struct Group {
+    RowGroup key;
+    RowMask need = 0;
+    std::uint32_t entry = Miss::kNoEntry;  // pinned
+    std::byte* data = nullptr;
+  };
+  // What a position has instead of a group's number.
+  static constexpr std::int32_t kZeroRows = -1;
+  static constexpr std::int32_t kSplit = -2;  // and below: number -2 - n of `splits`
   struct LayerRows {
-    Table table;
-    std::vector<std::int64_t> ids;  // [positions * width]; given up once planned
-    std::vector<std::int64_t> distinct;
-    std::vector<std::int32_t> inverse;  // [positions * width] -> distinct, -1 = zero row
-    std::byte* packed = nullptr;        // [distinct, packed row]
+    const TableState* table = nullptr;
+    std::uint16_t number = 0;             // of the table
+    const std::byte* resident = nullptr;  // the whole table; then only `ids` is used
+    std::vector<std::int32_t> index{};    // [positions, groups]: group, kZeroRows or a split
+    std::deque<std::array<std::int32_t, kGroupRows>> splits{};  // rows that form no group, singly
+    std::vector<std::uint32_t> ids{};  // [positions, width] of a resident table
   };
 
-  explicit Batch(std::shared_ptr<EngineShared> shared) : shared_(std::move(shared)) {}
-  void cancel() { job_.cancelled.store(true, std::memory_order_relaxed); }
-  void fail_unread();
+  Batch(std::shared_ptr<EngineShared> shared, std::uint64_t tag)
+      : shared_(std::move(shared)), tag_(tag) {}
+
+  // As a source of reads.
+  std::size_t next(std::span<Read> out, Room& room) override;
+  bool exhausted() const override { return at_ == to_read_.size(); }
+  bool wants_out() const override;
+  bool give_up() override;
+  void left_queue() override { part_done(); }
+  void ended(const Read& read, std::int32_t error, const std::byte* bytes) override;
+
+  bool begin(Miss& miss, const Room& room);
+  bool emit(Miss& miss, Read& read, Room& room);
+  Read read_of(const Miss& miss, unsigned row, unsigned part) const;
+  std::int32_t keep(Miss& miss, unsigned row, unsigned part, const Read& read,
+                    const std::byte* bytes) const;
+  void miss_ended(Miss& miss);
+  static void tell(Miss* over);
+  bool drop(Miss& miss, std::int32_t why, bool regardless);
+
+  const std::byte* row(const LayerRows& rows, std::size_t position, std::size_t column) const;
+  const std::byte* row(const LayerRows& rows, std::int32_t number, std::size_t r) const;
+  void prefetch(const LayerRows& rows, std::size_t at) const;
+  std::byte* gather_groups(const LayerRows& rows, std::size_t position, Format format,
+                           std::byte* out) const;
+  std::byte* gather_resident(const LayerRows& rows, std::size_t position, Format format,
+                             std::byte* out) const;
+
+  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+  void fail_all(std::int32_t why);
   void find_failure();
   void release_work();
+  void part_done();
   void finish();
 
   std::shared_ptr<EngineShared> shared_;
   std::uint64_t tag_ = 0;
   bool notify_ = false;
+  Lane lane_ = Lane::decode;
+  std::int64_t deadline_ns_ = 0;  // of the steady clock; 0 = none
   std::size_t positions_ = 0;
-  std::size_t width_ = 0;
+  Columns columns_;
   std::uint64_t reserved_bytes_ = 0;
   std::vector<LayerRows> layers_;
-  std::unique_ptr<std::byte[]> arena_;
-  std::vector<ReadItem> items_;
-  std::vector<std::int32_t> errors_;
-  ReadJob job_;
+  std::vector<Group> groups_;
+  std::vector<std::unique_ptr<std::byte[]>> own_memory_;  // of groups without a cache slot
+  std::uint64_t own_bytes_ = 0;
+
+  // While it is read.
+  std::deque<Miss> misses_;
+  std::vector<Miss*> to_read_;
+  std::size_t at_ = 0;        // in to_read_
+  bool begun_ = false;        // that miss has its copy and its count of reads
+  std::uint8_t emitted_ = 0;  // of these, handed out
+  bool gave_up_ = false;
+  std::int32_t failed_whole_ = 0;
+  std::atomic<bool> cancelled_{false};
+  std::atomic<std::size_t> parts_{1};  // misses that are not over, and planning or the queue
+
   BatchStats stats_;
   std::optional<RowFailure> failure_;
   std::shared_ptr<Batch> self_;  // while the engine works on it, whatever the caller does

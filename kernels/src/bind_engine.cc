@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <limits>
 #include <optional>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "engine.h"
 #include "process.h"
@@ -24,15 +26,29 @@ namespace {
 
 // Between two looks at pending signals (Ctrl-C) while waiting.
 constexpr std::int64_t kSignalCheckMs = 100;
+constexpr double kDeadlineMaxS = 1e9;
 
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::device::cpu>;
 
-using Columns = std::optional<std::pair<std::size_t, std::size_t>>;
+using ColumnRange = std::optional<std::pair<std::size_t, std::size_t>>;
+
+Columns columns_of(std::size_t width, std::size_t group, const ColumnRange& range) {
+  const auto [begin, end] = range.value_or(std::pair{std::size_t{0}, width});
+  if ((group != 1 && group != kGroupRows) || width % group != 0) {
+    throw std::invalid_argument("groups of " + std::to_string(group) + " columns in " +
+                                std::to_string(width) + ": expected 1, or " +
+                                std::to_string(kGroupRows) + " and a multiple of it");
+  }
+  if (begin > end || end > width) {
+    throw std::invalid_argument("columns " + std::to_string(begin) + " to " + std::to_string(end) +
+                                " of " + std::to_string(width));
+  }
+  return {.begin = begin, .end = end, .group_rows = group};
+}
 
 std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::int64_t, Ids>>& keys,
-                              bool notify, [[maybe_unused]] std::size_t group,
-                              const Columns& columns, [[maybe_unused]] Lane lane,
-                              [[maybe_unused]] std::optional<double> deadline_s) {
+                              bool notify, std::size_t group, const ColumnRange& columns, Lane lane,
+                              std::optional<double> deadline_s) {
   std::vector<LayerKeys> layers;
   for (const auto& [layer, ids] : keys) {
     if (ids.shape(0) != keys.front().second.shape(0) ||
@@ -40,20 +56,26 @@ std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::i
       throw std::invalid_argument("every layer's ids must have the same shape");
     }
     layers.push_back({.layer = layer,
-                      .ids = ids.data() + (columns ? columns->first * ids.stride(1) : 0),
+                      .ids = ids.data(),
                       .position_stride = ids.stride(0),
                       .column_stride = ids.stride(1)});
   }
-  const std::size_t positions = keys.empty() ? 0 : keys.front().second.shape(0);
-  const std::size_t whole = keys.empty() ? 0 : keys.front().second.shape(1);
-  const std::size_t width = columns ? columns->second - columns->first : whole;
+  // What is further away than the clock can hold is no deadline.
+  if (deadline_s && !(*deadline_s < kDeadlineMaxS)) deadline_s.reset();
+  if (deadline_s) deadline_s = std::max(0.0, *deadline_s);
+  const Order order{
+      .positions = keys.empty() ? 0 : keys.front().second.shape(0),
+      .columns = columns_of(keys.empty() ? 0 : keys.front().second.shape(1), group, columns),
+      .lane = lane,
+      .deadline_s = deadline_s,
+      .notify = notify};
   nb::gil_scoped_release unlocked;
-  return engine.submit(layers, positions, width, notify);
+  return engine.submit(layers, order);
 }
 
 bool wait(Batch& batch, std::optional<double> timeout_s) {
   using Clock = std::chrono::steady_clock;
-  const bool forever = !timeout_s || *timeout_s > 1e9;
+  const bool forever = !timeout_s || *timeout_s > kDeadlineMaxS;
   // Times that are past, or not a number, count as now: the clock could not hold some of them.
   const double seconds = forever ? 0.0 : std::max(0.0, *timeout_s);
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -73,17 +95,29 @@ bool wait(Batch& batch, std::optional<double> timeout_s) {
   }
 }
 
-nb::bytes gather(const Batch& batch, std::size_t first, std::size_t count, Format format) {
-  const std::size_t bytes = batch.gathered_bytes(first, count, format);
+// bytes that `fill` writes, without the GIL.
+template <typename Fill>
+nb::bytes filled_bytes(std::size_t bytes, Fill fill) {
   nb::object result =
       nb::steal<nb::object>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!result.is_valid()) throw nb::python_error();
   auto* const out = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr()));
   {
     nb::gil_scoped_release unlocked;
-    batch.gather(first, count, format, out);
+    fill(out);
   }
   return nb::borrow<nb::bytes>(result);
+}
+
+nb::bytes gather(const Batch& batch, std::size_t first, std::size_t count, Format format) {
+  return filled_bytes(batch.gathered_bytes(first, count, format),
+                      [&](std::byte* out) { batch.gather(first, count, format, out); });
+}
+
+nb::bytes pick(const Batch& batch, std::size_t layer, const InputArray<std::int64_t, 1>& picks,
+               Format format) {
+  return filled_bytes(picks.size() * batch.row_bytes(layer, format),
+                      [&](std::byte* out) { batch.pick(layer, as_span(picks), format, out); });
 }
 
 using Out = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
@@ -99,27 +133,52 @@ void gather_into(const Batch& batch, std::size_t first, std::size_t count, Forma
   batch.gather(first, count, format, reinterpret_cast<std::byte*>(out.data()));
 }
 
-using Picks = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-nb::bytes pick(const Batch& batch, std::size_t layer, const Picks& picks, Format format) {
-  const std::size_t row = batch.gathered_bytes(0, 1, format) / batch.layers() / batch.width();
-  const std::size_t bytes = picks.size() * row;
-  nb::object result =
-      nb::steal<nb::object>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
-  auto* out = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr()));
-  std::vector<std::byte> one(batch.gathered_bytes(0, 1, format));
-  for (std::size_t i = 0; i < picks.size(); ++i, out += row) {
-    const auto at = static_cast<std::size_t>(picks.data()[i]);
-    batch.gather(at / batch.width(), 1, format, one.data());
-    std::memcpy(out, one.data() + (layer * batch.width() + at % batch.width()) * row, row);
-  }
-  return nb::borrow<nb::bytes>(result);
-}
-
 auto stats(const Batch& batch) {
   const BatchStats& s = batch.stats();
   if (!batch.done()) throw std::logic_error("the batch is still being read");
   return nb::make_tuple(s.rows, s.distinct, s.cached, s.joined, s.reads, s.read_bytes, s.groups);
+}
+
+nb::dict cache_stats(const Engine& engine) {
+  nb::dict to;
+  RowCache* const cache = engine.cache();
+  if (cache == nullptr) return to;
+  const CacheCounters& from = cache->counters();
+  to["capacity_bytes"] = cache->capacity_bytes();
+  to["slot_bytes"] = cache->capacity_bytes() / cache->slots();
+  to["slots"] = cache->slots();
+  to["used"] = from.used.load();
+  to["hits"] = from.hits.load();
+  to["misses"] = from.misses.load();
+  to["joined"] = from.joined.load();
+  to["overflows"] = from.overflows.load();
+  to["evictions"] = from.evictions.load();
+  return to;
+}
+
+auto cached_groups(const Engine& engine, std::int64_t layer) {
+  std::vector<RowCache::Held> held;
+  {
+    nb::gil_scoped_release unlocked;
+    const std::uint16_t number = engine.tables().number_of(layer);
+    if (engine.cache() != nullptr) held = engine.cache()->held(number);
+  }
+  OutputArray<std::uint8_t> rows(held.size());
+  OutputArray<std::int64_t> ids(held.size() * kGroupRows);
+  OutputArray<std::uint8_t> masks(held.size());
+  OutputArray<std::uint8_t> heats(held.size());
+  for (std::size_t i = 0; i < held.size(); ++i) {
+    rows.data()[i] = static_cast<std::uint8_t>(held[i].group.rows);
+    std::ranges::copy(held[i].group.ids, ids.data() + i * kGroupRows);
+    masks.data()[i] = held[i].valid;
+    heats.data()[i] = held[i].heat;
+  }
+  return nb::make_tuple(rows.release({held.size()}), ids.release({held.size(), kGroupRows}),
+                        masks.release({held.size()}), heats.release({held.size()}));
+}
+
+nb::tuple progress_tuple(const LoadProgress& progress) {
+  return nb::make_tuple(progress.loaded, progress.rows, progress.error);
 }
 
 // RowError and OverloadedError, with RowError's facts as attributes.
@@ -165,16 +224,33 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("codes"), nb::arg("scales"));
 
+  nb::class_<Pages>(m, "Pages")
+      .def(
+          "__init__",
+          [](Pages* self, std::uint32_t file, std::uint64_t offset, const nb::bytes& uuid) {
+            Pages pages{.file = file, .offset = offset};
+            if (uuid.size() != pages.uuid.size()) {
+              throw std::invalid_argument("a store's UUID has 16 bytes, not " +
+                                          std::to_string(uuid.size()));
+            }
+            std::memcpy(pages.uuid.data(), uuid.c_str(), pages.uuid.size());
+            new (self) Pages(pages);
+          },
+          nb::arg("file"), nb::arg("offset"), nb::arg("uuid"));
+
   nb::class_<Table>(m, "Table")
       .def(
           "__init__",
           [](Table* self, std::int64_t layer, std::uint64_t rows, RowKind kind,
-             const std::vector<Planes>& copies) {
-            new (self) Table{.layer = layer,
-                             .rows = rows,
-                             .kind = kind,
-                             .codes = copies.at(0).codes,
-                             .scales = copies.at(0).scales};
+             const std::vector<std::variant<Planes, Pages>>& copies) {
+            Table table{.layer = layer, .rows = rows, .kind = kind};
+            for (const auto& copy : copies) {
+              const Pages* const pages = std::get_if<Pages>(&copy);
+              table.copies.push_back(pages != nullptr
+                                         ? TableCopy{.pages = *pages}
+                                         : TableCopy{.planes = std::get<Planes>(copy)});
+            }
+            new (self) Table(std::move(table));
           },
           nb::arg("layer"), nb::arg("rows"), nb::arg("kind"), nb::arg("copies"));
 
@@ -192,14 +268,13 @@ void bind_engine(nb::module_& m) {
       .def("gather", &gather, nb::arg("first"), nb::arg("count"), nb::arg("format"))
       .def("gather_into", &gather_into, nb::arg("first"), nb::arg("count"), nb::arg("format"),
            nb::arg("out").noconvert())
-      .def("pick", &pick, nb::arg("layer"), nb::arg("picks"), nb::arg("format"));
+      .def("pick", &pick, nb::arg("layer"), nb::arg("picks").noconvert(), nb::arg("format"));
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::new_([](std::shared_ptr<Reader> reader, std::vector<Table> tables,
                        std::uint64_t budget_bytes, std::uint64_t cache_bytes) {
-             static_cast<void>(cache_bytes);
              return make_for_this_process<Engine>(std::move(reader), std::move(tables),
-                                                  budget_bytes);
+                                                  budget_bytes, cache_bytes);
            }),
            nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30,
            nb::kw_only(), nb::arg("cache_bytes") = std::uint64_t{0})
@@ -209,13 +284,21 @@ void bind_engine(nb::module_& m) {
            nb::arg("group") = 1, nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode,
            nb::arg("deadline_s") = nb::none())
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
+      .def("load_resident", &Engine::load_resident, nb::arg("layer"))
       .def(
           "scale_progress",
           [](const Engine& engine, std::int64_t layer) {
-            const Engine::ScaleProgress progress = engine.scale_progress(layer);
-            return nb::make_tuple(progress.loaded, progress.rows, progress.error);
+            return progress_tuple(engine.scale_progress(layer));
           },
           nb::arg("layer"))
+      .def(
+          "resident_progress",
+          [](const Engine& engine, std::int64_t layer) {
+            return progress_tuple(engine.resident_progress(layer));
+          },
+          nb::arg("layer"))
+      .def("cache_stats", &cache_stats)
+      .def("cached_groups", &cached_groups, nb::arg("layer"))
       .def("in_flight_bytes", &Engine::in_flight_bytes)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -121,20 +121,23 @@ void bind_reader(nb::module_& m) {
 
   nb::class_<Reader>(m, "Reader")
       .def(nb::new_([](std::vector<std::string> paths, std::string backend, unsigned depth,
-                       unsigned threads) {
+                       unsigned threads, unsigned bulk_depth) {
              nb::gil_scoped_release unlocked;
-             return make_for_this_process<Reader>(
-                 std::move(paths),
-                 ReaderOptions{.backend = std::move(backend), .depth = depth, .threads = threads});
+             return make_for_this_process<Reader>(std::move(paths),
+                                                  ReaderOptions{.backend = std::move(backend),
+                                                                .depth = depth,
+                                                                .bulk_depth = bulk_depth,
+                                                                .threads = threads});
            }),
            nb::arg("paths"), nb::arg("backend") = "auto", nb::arg("depth") = 64,
-           nb::arg("threads") = 0)
+           nb::arg("threads") = 0, nb::kw_only(), nb::arg("bulk_depth") = 0)
       .def_prop_ro("backend", [](const Reader& r) { return r.state().backend; })
       .def_prop_ro("reason", [](const Reader& r) { return r.state().reason; })
       .def_prop_ro("fallback", [](const Reader& r) { return r.state().fallback; })
       .def_prop_ro("threads", [](const Reader& r) { return r.state().threads; })
       .def_prop_ro("registered", [](const Reader& r) { return r.state().registered; })
       .def_prop_ro("depth", &Reader::depth)
+      .def_prop_ro("bulk_depth", &Reader::bulk_depth)
       .def_prop_ro("files", &file_infos)
       .def("counters", &counters)
       .def("read", &read_items, nb::arg("file").noconvert(), nb::arg("offset").noconvert(),
@@ -142,6 +145,7 @@ void bind_reader(nb::module_& m) {
       .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());
 
   m.attr("ERROR_TRUNCATED") = kErrorTruncated;
+  m.attr("ERROR_CHECKSUM") = kErrorChecksum;
   m.attr("READ_BUFFER_BYTES") = kSlotBytes;
   m.def("error_text", &error_text, nb::arg("error"));
   m.def("probe_io_uring", &probe_io_uring);

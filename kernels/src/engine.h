@@ -1,4 +1,4 @@
-// Rows in, rows out: dedupes batches of row ids within a budget, and has what is needed read.
+// Rows in, rows out: batches of row ids within a budget, read once whoever asks, kept in a cache.
 #pragma once
 
 #include <sys/types.h>
@@ -8,96 +8,94 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "batch.h"
+#include "planner.h"
 #include "reader.h"
-#include "scales.h"
 
 namespace engram {
-
-// Ids [positions, width] of one layer, as the caller holds them; strides in elements.
-struct LayerKeys {
-  std::int64_t layer = 0;
-  const std::int64_t* ids = nullptr;
-  std::int64_t position_stride = 0;
-  std::int64_t column_stride = 0;
-};
 
 class Overloaded : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// How a batch is asked for.
+struct Order {
+  std::size_t positions = 0;
+  Columns columns;
+  Lane lane = Lane::decode;
+  std::optional<double> deadline_s;  // from now; reads that have not begun by then are given up
+  bool notify = false;               // reports the tag through event_fd()
+};
+
+// How far a load into memory has come.
+struct LoadProgress {
+  std::uint64_t loaded = 0;
+  std::uint64_t rows = 0;
+  std::string error;
+};
+
 class Engine {
  public:
   // Throws std::invalid_argument when a table does not fit the files it names.
-  Engine(std::shared_ptr<Reader> reader, std::vector<Table> tables, std::uint64_t budget_bytes);
+  Engine(std::shared_ptr<Reader> reader, std::vector<Table> tables, std::uint64_t budget_bytes,
+         std::uint64_t cache_bytes);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Copies the ids and starts the reads. When the last copy of the pointer goes, reads not started
-  // yet are given up, lest a request that nobody waits for keeps others waiting. Throws
-  // std::invalid_argument for an unknown layer or an id out of range, Overloaded when the budget is
-  // used up.
-  std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, std::size_t positions,
-                                std::size_t width, bool notify);
+  // Plans the batch and starts its reads; the ids are not needed afterwards. When the last copy of
+  // the pointer goes, reads not started yet are given up, lest a request that nobody waits for
+  // keeps others waiting. Throws std::invalid_argument for an unknown layer or an id out of range,
+  // Overloaded when the budget is used up.
+  std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, const Order& order);
 
   int event_fd() const { return shared_->event_fd; }
   std::vector<std::uint64_t> take_completions();
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
+  RowCache* cache() const { return shared_->cache.get(); }  // null: none
+  const Tables& tables() const { return shared_->tables; }
 
-  // Starts to load a table's scales into memory, after those asked for before. Throws
-  // std::runtime_error once closed, std::system_error when the loading thread cannot start.
+  // Start to load a table's scales, or the whole table, into memory, after those asked for before.
+  // Throw std::runtime_error once closed, std::system_error when the loading thread cannot start,
+  // std::bad_alloc.
   void load_scales(std::int64_t layer);
-  struct ScaleProgress {
-    std::uint64_t loaded = 0;
-    std::uint64_t rows = 0;
-    std::string error;
-  };
-  ScaleProgress scale_progress(std::int64_t layer) const;
+  void load_resident(std::int64_t layer);
+  LoadProgress scale_progress(std::int64_t layer) const;
+  LoadProgress resident_progress(std::int64_t layer) const;
 
   // Waits for the batches in flight and stops the threads. Any thread may call it, any number of
   // times; each call returns when all is closed.
   void close();
 
  private:
-  struct TableState {
-    Table table;
-    // Set once by load_scales, read by every plan.
-    std::atomic<ScaleMemory*> scales{nullptr};
-    std::unique_ptr<ScaleMemory> scales_owner;
-  };
-
-  const TableState& state_of(std::int64_t layer) const;
   void check_fits(const Table& table) const;
-  void copy_ids(Batch& batch, const std::vector<LayerKeys>& keys) const;
   void reserve(Batch& batch, std::uint64_t bytes) const;
-  void plan(Batch& batch);
-  void plan_layer(Batch& batch, Batch::LayerRows& rows);
-  void start(Batch& batch);
-  void plan_loop();
+  std::uint64_t bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const;
+  template <typename Memory>
+  void load(std::unique_ptr<Memory>& owner, std::atomic<Memory*>& seen,
+            const std::function<std::unique_ptr<Memory>()>& make);
   void load_loop();
 
   std::shared_ptr<Reader> reader_;
-  std::map<std::int64_t, TableState> tables_;
   std::shared_ptr<EngineShared> shared_;
+  GroupHash hash_;
   pid_t pid_;
   std::atomic<std::uint64_t> next_tag_{1};
   std::atomic<bool> stop_{false};
 
   std::mutex closing_;  // held by close() throughout
-  std::mutex mutex_;    // guards the two queues and, until stop_, loader_
+  std::mutex mutex_;    // guards the loads and, until stop_, loader_
   std::condition_variable wake_;
-  std::deque<std::shared_ptr<Batch>> to_plan_;
-  std::deque<ScaleMemory*> to_load_;
-  std::thread planner_;
+  std::deque<std::function<void()>> to_load_;
   std::thread loader_;
 };
 

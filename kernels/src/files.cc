@@ -96,6 +96,7 @@ DataFile::DataFile(std::string path) : path_(std::move(path)) {
     throw std::system_error(error, std::generic_category(), "cannot examine " + path_);
   }
   size_bytes_ = static_cast<std::uint64_t>(info.st_size);
+  device_ = info.st_dev;
   if (try_direct()) return;
   ::posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);
   if (const int error = test_reads(fd_, size_bytes_, kFallbackAlignment)) {
@@ -115,6 +116,7 @@ DataFile::DataFile(DataFile&& other) noexcept
     : path_(std::move(other.path_)),
       fd_(std::exchange(other.fd_, -1)),
       size_bytes_(other.size_bytes_),
+      device_(other.device_),
       direct_(other.direct_),
       alignment_(other.alignment()),
       reason_(std::move(other.reason_)) {}

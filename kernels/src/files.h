@@ -47,6 +47,8 @@ class DataFile {
   // Alignment of offset, length and memory of every read; 1 when buffered.
   std::uint32_t alignment() const { return alignment_.load(std::memory_order_relaxed); }
   const std::string& reason() const { return reason_; }
+  // Of the file system it lies on: files with the same one share its queue.
+  std::uint64_t device() const { return device_; }
 
   // After EINVAL on a direct read: true when the alignment was raised (or already is), so a retry
   // makes sense.
@@ -58,6 +60,7 @@ class DataFile {
   std::string path_;
   int fd_ = -1;
   std::uint64_t size_bytes_ = 0;
+  std::uint64_t device_ = 0;
   bool direct_ = false;
   std::atomic<std::uint32_t> alignment_{1};
   std::string reason_;

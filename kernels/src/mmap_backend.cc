@@ -20,7 +20,7 @@ namespace {
 constexpr unsigned kThreadsDefault = 16;
 constexpr unsigned kThreadsMax = 256;
 // Read-ahead is asked for this many rows at once before the first is copied.
-constexpr std::size_t kClaimItems = 16;
+constexpr std::size_t kClaimReads = 16;
 
 class Mapping {
  public:
@@ -42,8 +42,8 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   Mapping& operator=(Mapping&&) = delete;
 
-  bool covers(const ReadItem& item) const {
-    return item.offset <= bytes_ && item.length <= bytes_ - item.offset;
+  bool covers(const Read& read) const {
+    return read.offset <= bytes_ && read.length <= bytes_ - read.offset;
   }
   std::byte* at(std::uint64_t offset) const { return memory_ + offset; }
 
@@ -60,6 +60,8 @@ class MmapBackend final : public Backend {
         threads_(context.queue) {
     for (const DataFile& file : context.files) mappings_.emplace_back(file);
     prove();
+    // A thread's reads wait for each other: only one of them at a time is the device's.
+    context.devices.raise_depth(kClaimReads);
     const unsigned wanted = options.threads != 0 ? options.threads : kThreadsDefault;
     for (unsigned i = 0; i < std::clamp(wanted, 1u, kThreadsMax); ++i) {
       threads_.start([this] { work(); });
@@ -72,10 +74,9 @@ class MmapBackend final : public Backend {
   void prove() {
     for (std::size_t i = 0; i < mappings_.size(); ++i) {
       std::byte first{};
-      const ReadItem item{
-          .offset = 0, .dest = &first, .file = static_cast<std::uint32_t>(i), .length = 1};
-      if (!mappings_[i].covers(item)) continue;
-      if (const int error = copy(item); error != 0) {
+      const Read read{.offset = 0, .file = static_cast<std::uint32_t>(i), .length = 1};
+      if (!mappings_[i].covers(read)) continue;
+      if (const int error = copy(read, &first); error != 0) {
         throw std::runtime_error("a test read through process_vm_readv failed: " +
                                  error_text(error));
       }
@@ -84,48 +85,49 @@ class MmapBackend final : public Backend {
 
   void work() {
     ::pthread_setname_np(::pthread_self(), "engram-mmap");
-    while (true) {
-      const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
-      if (claim.count == 0) return;
-      const auto items = claim.job->items.subspan(claim.first, claim.count);
-      for (const ReadItem& item : items) read_ahead(item);
-      for (std::size_t i = 0; i < items.size(); ++i) {
-        const std::int32_t error = copy(items[i]);
-        count(items[i], error);
-        claim.job->item_done(claim.first + i, error);
+    std::array<Claimed, kClaimReads> claimed;
+    std::array<std::byte, kReadBytesMax> bytes;
+    while (const std::size_t count = context_.queue.wait_and_claim(claimed)) {
+      const auto reads = std::span(claimed).first(count);
+      for (const Claimed& read : reads) read_ahead(read.read);
+      for (const Claimed& read : reads) {
+        const std::int32_t error = copy(read.read, bytes.data());
+        count_read(read.read, error);
+        context_.queue.ended(read);
+        read.source->ended(read.read, error, bytes.data());
       }
     }
   }
 
-  void read_ahead(const ReadItem& item) const {
-    const Mapping& mapping = mappings_[item.file];
-    if (!mapping.covers(item)) return;
-    const std::uint64_t begin = item.offset / page_bytes_ * page_bytes_;
-    ::madvise(mapping.at(begin), item.offset + item.length - begin, MADV_WILLNEED);
+  void read_ahead(const Read& read) const {
+    const Mapping& mapping = mappings_[read.file];
+    if (!mapping.covers(read)) return;
+    const std::uint64_t begin = read.offset / page_bytes_ * page_bytes_;
+    ::madvise(mapping.at(begin), read.offset + read.length - begin, MADV_WILLNEED);
   }
 
-  std::int32_t copy(const ReadItem& item) const {
-    const Mapping& mapping = mappings_[item.file];
-    if (!mapping.covers(item)) return kErrorTruncated;
-    const iovec from{.iov_base = mapping.at(item.offset), .iov_len = item.length};
-    const iovec to{.iov_base = item.dest, .iov_len = item.length};
+  std::int32_t copy(const Read& read, std::byte* out) const {
+    const Mapping& mapping = mappings_[read.file];
+    if (!mapping.covers(read)) return kErrorTruncated;
+    const iovec from{.iov_base = mapping.at(read.offset), .iov_len = read.length};
+    const iovec to{.iov_base = out, .iov_len = read.length};
     const ssize_t got = ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0);
     const int error = got < 0 ? errno : EFAULT;
     // The last page of a truncated file reads as zeros beyond its end, so the size decides, after
     // the copy.
     struct stat now{};
-    if (::fstat(context_.files[item.file].fd(), &now) != 0) return errno;
-    if (static_cast<std::uint64_t>(now.st_size) < item.offset + item.length) return kErrorTruncated;
-    if (got == static_cast<ssize_t>(item.length)) return 0;
+    if (::fstat(context_.files[read.file].fd(), &now) != 0) return errno;
+    if (static_cast<std::uint64_t>(now.st_size) < read.offset + read.length) return kErrorTruncated;
+    if (got == static_cast<ssize_t>(read.length)) return 0;
     return error == EFAULT ? EIO : error;
   }
 
-  void count(const ReadItem& item, std::int32_t error) {
+  void count_read(const Read& read, std::int32_t error) {
     constexpr auto relaxed = std::memory_order_relaxed;
     ReadCounters& counters = context_.counters;
     counters.reads.fetch_add(1, relaxed);
-    counters.read_bytes.fetch_add(item.length, relaxed);
-    counters.needed_bytes.fetch_add(item.length, relaxed);
+    counters.read_bytes.fetch_add(read.length, relaxed);
+    counters.needed_bytes.fetch_add(read.length, relaxed);
     if (error != 0) counters.errors.fetch_add(1, relaxed);
   }
 

@@ -11,13 +11,13 @@ namespace engram {
 namespace {
 
 constexpr unsigned kThreadsMax = 256;
-constexpr std::size_t kClaimItems = 4;
 
 class PreadBackend final : public Backend {
  public:
   PreadBackend(ReadContext& context, const BackendOptions& options)
       : context_(context), threads_(context.queue) {
-    const unsigned wanted = options.threads != 0 ? options.threads : options.depth;
+    const unsigned reads = options.depth * static_cast<unsigned>(context.devices.count());
+    const unsigned wanted = options.threads != 0 ? options.threads : reads;
     const unsigned threads = std::clamp(wanted, 1u, kThreadsMax);
     for (unsigned i = 0; i < threads; ++i) threads_.start([this] { work(); });
   }
@@ -28,17 +28,14 @@ class PreadBackend final : public Backend {
   void work() {
     ::pthread_setname_np(::pthread_self(), "engram-pread");
     alignas(kAlignmentMax) std::byte buffer[kSlotBytes];
-    while (true) {
-      const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
-      if (claim.count == 0) return;
-      for (std::size_t i = 0; i < claim.count; ++i) read(*claim.job, claim.first + i, buffer);
-    }
+    Claimed claimed;
+    while (context_.queue.wait_and_claim({&claimed, 1}) > 0) read(claimed, buffer);
   }
 
-  void read(ReadJob& job, std::size_t index, std::byte* buffer) {
-    DataFile& file = context_.files[job.items[index].file];
+  void read(const Claimed& claimed, std::byte* buffer) {
+    DataFile& file = context_.files[claimed.read.file];
     ReadProgress progress;
-    progress.start(job.items[index], file);
+    progress.start(claimed.read, file);
     ReadProgress::Next next;
     do {
       context_.counters.reads.fetch_add(1, std::memory_order_relaxed);
@@ -47,7 +44,7 @@ class PreadBackend final : public Backend {
                                   progress.ask_bytes(), static_cast<off_t>(progress.ask_offset()));
       next = progress.advance(got < 0 ? -errno : got, file);
     } while (next == ReadProgress::Next::again);
-    finish_item(context_, job, index, progress, buffer);
+    finish_read(context_, claimed, progress, buffer);
   }
 
   ReadContext& context_;

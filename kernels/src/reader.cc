@@ -2,17 +2,83 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <stdexcept>
 
 namespace engram {
+namespace {
+
+std::vector<DataFile> open_files(std::vector<std::string> paths) {
+  std::vector<DataFile> files;
+  files.reserve(paths.size());
+  for (std::string& path : paths) files.emplace_back(std::move(path));
+  return files;
+}
+
+ReaderOptions complete(ReaderOptions options) {
+  if (options.depth == 0) throw std::invalid_argument("the reader's depth must be at least 1");
+  if (options.bulk_depth > options.depth) {
+    throw std::invalid_argument("bulk lanes cannot have more reads in flight (" +
+                                std::to_string(options.bulk_depth) + ") than the device (" +
+                                std::to_string(options.depth) + ")");
+  }
+  if (options.bulk_depth == 0) options.bulk_depth = std::max(1u, options.depth * 3 / 4);
+  return options;
+}
+
+// The items of one call, and who waits for them.
+class ItemReads final : public ReadSource {
+ public:
+  ItemReads(std::span<const ReadItem> items, std::span<std::int32_t> errors)
+      : items_(items), errors_(errors), remaining_(items.size() + 1) {}  // and the queue
+
+  std::size_t next(std::span<Read> out, Room& room) override {
+    std::size_t count = 0;
+    for (; count < out.size() && at_ < items_.size(); ++count, ++at_) {
+      const ReadItem& item = items_[at_];
+      if (!room.take(item.file)) break;
+      out[count] = {.offset = item.offset, .file = item.file, .length = item.length, .tag = at_};
+    }
+    return count;
+  }
+  bool exhausted() const override { return at_ == items_.size(); }
+  void left_queue() override { one_done(); }
+  void ended(const Read& read, std::int32_t error, const std::byte* bytes) override {
+    if (error == 0) std::memcpy(items_[read.tag].dest, bytes, read.length);
+    errors_[read.tag] = error;
+    one_done();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    wake_.wait(lock, [&] { return done_; });
+  }
+
+ private:
+  void one_done() {
+    if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+    wake_.notify_one();
+  }
+
+  std::span<const ReadItem> items_;
+  std::span<std::int32_t> errors_;
+  std::size_t at_ = 0;
+  std::atomic<std::size_t> remaining_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool done_ = false;
+};
+
+}  // namespace
 
 Reader::Reader(std::vector<std::string> paths, ReaderOptions options)
-    : options_(std::move(options)), pid_(::getpid()) {
-  if (options_.depth == 0) throw std::invalid_argument("the reader's depth must be at least 1");
-  context_.files.reserve(paths.size());
-  for (std::string& path : paths) context_.files.emplace_back(std::move(path));
+    : options_(complete(std::move(options))),
+      pid_(::getpid()),
+      context_(open_files(std::move(paths)), options_.depth, options_.bulk_depth) {
   start();
 }
 
@@ -86,7 +152,7 @@ bool Reader::take_over_from_ring(const std::string& reason) {
   return true;
 }
 
-void Reader::submit(ReadJob& job) {
+void Reader::submit(ReadSource& source, Lane lane) {
   if (::getpid() != pid_) {
     throw std::runtime_error(
         "the reader was opened before a fork and its threads are the parent's; "
@@ -95,25 +161,14 @@ void Reader::submit(ReadJob& job) {
   // Pushed under the lock: after close() the queue has nobody to claim from it.
   const std::lock_guard lock(mutex_);
   if (closed_) throw std::runtime_error("the reader is closed");
-  context_.queue.push(&job);
+  context_.queue.push(source, lane);
 }
 
 void Reader::read(std::span<const ReadItem> items, std::span<std::int32_t> errors) {
   if (items.empty()) return;
-  std::mutex mutex;
-  std::condition_variable wake;
-  bool done = false;
-  ReadJob job;
-  job.items = items;
-  job.errors = errors;
-  job.finished = [&] {
-    const std::lock_guard lock(mutex);
-    done = true;
-    wake.notify_one();
-  };
-  submit(job);
-  std::unique_lock lock(mutex);
-  wake.wait(lock, [&] { return done; });
+  ItemReads reads(items, errors);
+  submit(reads, Lane::decode);
+  reads.wait();
 }
 
 void Reader::close() {
@@ -135,10 +190,9 @@ void Reader::close() {
     backend.reset();
   }
   // A ring that broke meanwhile may have given reads back after the pool that took over had left.
-  while (true) {
-    const ReadQueue::Claim claim = context_.queue.claim(1, false);
-    if (claim.count == 0) break;
-    claim.job->item_done(claim.first, ECANCELED);
+  Claimed claimed;
+  while (context_.queue.claim({&claimed, 1}, nullptr) > 0) {
+    fail_read(context_, claimed, ECANCELED);
   }
   const std::lock_guard lock(mutex_);
   backends_.clear();

@@ -15,9 +15,11 @@ namespace engram {
 struct ReaderOptions {
   // io_uring, pread, mmap, or auto: io_uring when a real test read succeeds, else pread.
   std::string backend = "auto";
-  // Reads in flight, all threads together. Deep enough for the device's IOPS; deeper only adds
-  // latency.
+  // Reads in flight on each device, all threads together. Deep enough for its IOPS; deeper only
+  // adds latency.
   unsigned depth = 64;
+  // Of these, what the bulk lanes may hold; 0 = three quarters.
+  unsigned bulk_depth = 0;
   // 0: io_uring one per hardware queue (at most 4), pread one per read in flight, mmap 16.
   unsigned threads = 0;
 };
@@ -31,6 +33,14 @@ struct ReaderState {
   std::string registered{};
 };
 
+// A read into memory of the caller's.
+struct ReadItem {
+  std::uint64_t offset;
+  std::byte* dest;
+  std::uint32_t file;
+  std::uint32_t length;
+};
+
 class Reader {
  public:
   // Throws std::system_error for a file that cannot be read, std::runtime_error when the backend
@@ -40,10 +50,11 @@ class Reader {
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
-  // Starts a job. It must have items, each of 1 to kReadBytesMax bytes at up to kOffsetMax of a
-  // file that exists. Never blocks. Throws std::runtime_error once closed, or in a forked child.
-  void submit(ReadJob& job);
-  // Runs a job to its end on the calling thread's time.
+  // Starts to read what a source has: 1 to kReadBytesMax bytes each, at up to kOffsetMax of a file
+  // that exists. Never blocks. The source must live until it has left the queue and all its reads
+  // have ended. Throws std::runtime_error once closed, or in a forked child.
+  void submit(ReadSource& source, Lane lane);
+  // Reads items to their end on the calling thread's time, in the decode lane; one error each.
   void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
   // Waits for reads in flight and stops the threads; submit() then throws. Any thread may call it,
   // any number of times; each call returns when all is closed.
@@ -51,6 +62,7 @@ class Reader {
 
   ReaderState state() const;
   unsigned depth() const { return options_.depth; }
+  unsigned bulk_depth() const { return options_.bulk_depth; }
   const std::vector<DataFile>& files() const { return context_.files; }
   const ReadCounters& counters() const { return context_.counters; }
 

@@ -33,9 +33,6 @@ class ScaleMemory {
   std::string error() const;
 
  private:
-  bool load_chunk(std::uint64_t at, std::byte* buffer);
-  void fail(std::string text);
-
   const DataFile& file_;
   std::uint64_t offset_;
   std::uint64_t bytes_;

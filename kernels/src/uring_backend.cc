@@ -2,8 +2,11 @@
 // copies the wanted bytes out. Slots stay the kernel's until their read ends, so a caller that goes
 // away never leaves a dangling destination to a device.
 #include <liburing.h>
+#include <poll.h>
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,10 +22,13 @@ namespace {
 
 constexpr unsigned kDepthMax = 4096;
 constexpr unsigned kThreadsDefaultMax = 4;
-// Reads taken from the queue at a time; more would starve other jobs, fewer would cost locks.
-constexpr std::size_t kClaimItems = 32;
+// Reads taken from the queue at a time.
+constexpr std::size_t kClaimReads = 32;
 // Completions handled before new reads are submitted.
-constexpr unsigned kReapItems = 8;
+constexpr unsigned kReapReads = 8;
+// What the completion of the wake-up poll says it is; no slot has this number.
+constexpr std::uint64_t kWakeUp = 0xFFFFFFFF;
+static_assert(kDepthMax < kWakeUp);
 
 std::string sentence(const char* call, int error) {
   std::string text = std::string(call) + " failed: " + std::strerror(error);
@@ -83,17 +89,47 @@ class Slots {
 };
 
 struct InFlight {
-  ReadJob* job = nullptr;
-  std::size_t index = 0;
+  Claimed claimed;  // no source: the slot is free
   std::uint32_t generation = 0;
   ReadProgress progress;
+};
+
+// A descriptor that the queue writes to when there is work for a ring that sleeps.
+class WakeUp {
+ public:
+  explicit WakeUp(ReadQueue& queue) : queue_(queue) {
+    sleeper_.event_fd = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (sleeper_.event_fd < 0) throw std::runtime_error(sentence("eventfd", errno));
+    queue_.add(sleeper_);
+  }
+  ~WakeUp() {
+    queue_.remove(sleeper_);
+    ::close(sleeper_.event_fd);
+  }
+  WakeUp(const WakeUp&) = delete;
+  WakeUp& operator=(const WakeUp&) = delete;
+
+  Sleeper* sleeper() { return &sleeper_; }
+  int fd() const { return sleeper_.event_fd; }
+  void drain() const {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = ::read(sleeper_.event_fd, &count, sizeof count);
+  }
+
+ private:
+  ReadQueue& queue_;
+  Sleeper sleeper_;
 };
 
 // A ring and its slots; lives on one thread.
 class Ring {
  public:
   Ring(ReadContext& context, unsigned depth)
-      : context_(context), slots_(depth), in_flight_(depth), depth_(depth) {
+      : context_(context),
+        slots_(depth),
+        in_flight_(depth),
+        depth_(depth),
+        wake_up_(context.queue) {
     free_.reserve(depth);
     for (unsigned slot = depth; slot-- > 0;) free_.push_back(slot);
     set_up();
@@ -118,7 +154,9 @@ class Ring {
   // errno).
   int run() {
     while (true) {
-      if (!fill(true)) return 0;
+      fill();
+      // Asked after the claim: what came before it has been taken, and nothing comes later.
+      if (in_flight_count() == 0 && context_.queue.stopped()) return 0;
       if (const int error = submit_and_reap()) return error;
     }
   }
@@ -126,13 +164,13 @@ class Ring {
   // Ends or gives back what is in flight after run() failed. The slots stay leaked.
   void abandon(bool give_back, int error) {
     for (InFlight& read : in_flight_) {
-      ReadJob* const job = std::exchange(read.job, nullptr);
-      if (job == nullptr) continue;
+      const Claimed claimed = std::exchange(read.claimed, {});
+      if (claimed.source == nullptr) continue;
       if (give_back) {
-        context_.queue.give_back(job, read.index);
+        context_.queue.ended(claimed);
+        context_.queue.give_back(claimed);
       } else {
-        context_.counters.errors.fetch_add(1, std::memory_order_relaxed);
-        job->item_done(read.index, error);
+        fail_read(context_, claimed, error);
       }
     }
   }
@@ -145,7 +183,7 @@ class Ring {
 
   void set_up() {
     unsigned flags;
-    const int error = set_up_ring(depth_, ring_, flags);
+    const int error = set_up_ring(depth_ + 1, ring_, flags);  // and the wake-up poll
     if (error != 0) throw std::runtime_error(sentence("io_uring_setup", error));
   }
 
@@ -163,58 +201,60 @@ class Ring {
   void prove() {
     for (std::uint32_t file = 0; file < context_.files.size(); ++file) {
       if (context_.files[file].size_bytes() == 0) continue;
-      std::byte first{};
-      const ReadItem item{.offset = 0, .dest = &first, .file = file, .length = 1};
-      std::int32_t error = 0;
-      ReadJob job;
-      job.items = {&item, 1};
-      job.errors = {&error, 1};
-      job.remaining = 1;
-      job.finished = [] {};
-      take(job, 0);
-      while (job.remaining.load(std::memory_order_relaxed) > 0) {
+      TestRead test;
+      context_.devices.started(file, Lane::decode);
+      take({.source = &test, .read = {.offset = 0, .file = file, .length = 1}});
+      while (!test.over) {
         if (const int broken = submit_and_reap()) {
           abandon(false, broken);
           throw std::runtime_error(sentence("io_uring_enter", broken));
         }
       }
-      if (error != 0) {
+      if (test.error != 0) {
         throw std::runtime_error("a test read of " + context_.files[file].path() +
-                                 " through the ring failed: " + error_text(error));
+                                 " through the ring failed: " + error_text(test.error));
       }
     }
+    proven_ = true;
   }
 
-  // Puts what the queue has into free slots; with nothing in flight, waits for it if it may. False
-  // when there is nothing in flight and nothing came: the queue has stopped.
-  bool fill(bool may_wait) {
-    while (!free_.empty()) {
-      const bool idle = may_wait && in_flight_count() == 0;
-      const ReadQueue::Claim claim =
-          context_.queue.claim(std::min(free_.size(), kClaimItems), idle);
-      if (claim.count == 0) return !idle;
-      for (std::size_t i = 0; i < claim.count; ++i) take(*claim.job, claim.first + i);
+  struct TestRead final : ReadSource {
+    std::size_t next(std::span<Read>, Room&) override { return 0; }
+    bool exhausted() const override { return true; }
+    void ended(const Read&, std::int32_t failed, const std::byte*) override {
+      error = failed;
+      over = true;
     }
-    return true;
+    std::int32_t error = 0;
+    bool over = false;
+  };
+
+  // Puts what the queue has into free slots.
+  void fill() {
+    std::array<Claimed, kClaimReads> claimed;
+    while (proven_ && !free_.empty()) {
+      const auto room = std::span(claimed).first(std::min(free_.size(), kClaimReads));
+      const std::size_t count = context_.queue.claim(room, wake_up_.sleeper());
+      for (const Claimed& one : room.first(count)) take(one);
+      if (count < room.size()) return;
+    }
   }
 
-  // Puts one item into a free slot.
-  void take(ReadJob& job, std::size_t index) {
+  // Puts one read into a free slot.
+  void take(const Claimed& claimed) {
     const unsigned slot = free_.back();
     free_.pop_back();
     InFlight& read = in_flight_[slot];
-    read.job = &job;
-    read.index = index;
+    read.claimed = claimed;
     read.progress = ReadProgress{};
-    const ReadItem& item = job.items[index];
-    read.progress.start(item, context_.files[item.file]);
+    read.progress.start(claimed.read, context_.files[claimed.read.file]);
     prepare(slot);
   }
 
   void prepare(unsigned slot) {
     InFlight& read = in_flight_[slot];
     const ReadProgress& progress = read.progress;
-    const unsigned file = read.job->items[read.index].file;
+    const unsigned file = read.claimed.read.file;
     // Never null: at most one entry per slot is pending, and the queue has as many entries as there
     // are slots.
     io_uring_sqe* const sqe = ::io_uring_get_sqe(&ring_);
@@ -233,6 +273,12 @@ class Ring {
 
   // 0, or the errno that makes the ring unusable.
   int submit_and_reap() {
+    if (proven_ && !wake_up_armed_) {
+      io_uring_sqe* const sqe = ::io_uring_get_sqe(&ring_);
+      ::io_uring_prep_poll_add(sqe, wake_up_.fd(), POLLIN);
+      ::io_uring_sqe_set_data64(sqe, kWakeUp);
+      wake_up_armed_ = true;
+    }
     if (const int error = unusable(::io_uring_submit_and_wait(&ring_, 1))) return error;
     return reap();
   }
@@ -241,14 +287,14 @@ class Ring {
   // after each, so that the device does not run dry while their rows are copied: at depth 64 that
   // is worth a sixth of the rate.
   int reap() {
-    std::array<io_uring_cqe*, kReapItems> cqes;
-    while (const unsigned seen = ::io_uring_peek_batch_cqe(&ring_, cqes.data(), kReapItems)) {
+    std::array<io_uring_cqe*, kReapReads> cqes;
+    while (const unsigned seen = ::io_uring_peek_batch_cqe(&ring_, cqes.data(), kReapReads)) {
       for (unsigned i = 0; i < seen; ++i) {
         complete(::io_uring_cqe_get_data64(cqes[i]), cqes[i]->res);
       }
       ::io_uring_cq_advance(&ring_, seen);
-      if (seen < kReapItems) return 0;
-      fill(false);
+      if (seen < kReapReads) return 0;
+      fill();
       if (const int error = unusable(::io_uring_submit(&ring_))) return error;
     }
     return 0;
@@ -261,19 +307,24 @@ class Ring {
   }
 
   void complete(std::uint64_t data, int result) {
+    if (data == kWakeUp) {
+      wake_up_.drain();
+      wake_up_armed_ = false;
+      return;
+    }
     const auto slot = static_cast<unsigned>(data & 0xFFFFFFFF);
     InFlight& read = in_flight_[slot];
-    if (read.job == nullptr || read.generation != data >> 32)
+    if (read.claimed.source == nullptr || read.generation != data >> 32)
       return;  // not ours: a stale completion
     ++read.generation;
-    DataFile& file = context_.files[read.job->items[read.index].file];
+    DataFile& file = context_.files[read.claimed.read.file];
     if (read.progress.advance(result, file) == ReadProgress::Next::again) {
       prepare(slot);
       return;
     }
-    ReadJob* const job = std::exchange(read.job, nullptr);
+    const Claimed claimed = std::exchange(read.claimed, {});
     free_.push_back(slot);
-    finish_item(context_, *job, read.index, read.progress, slots_.at(slot));
+    finish_read(context_, claimed, read.progress, slots_.at(slot));
   }
 
   ReadContext& context_;
@@ -282,6 +333,9 @@ class Ring {
   std::vector<unsigned> free_;
   unsigned depth_;
   io_uring ring_{};
+  WakeUp wake_up_;
+  bool wake_up_armed_ = false;
+  bool proven_ = false;
   bool files_registered_ = false;
   bool buffers_registered_ = false;
 };
@@ -290,7 +344,9 @@ class UringBackend final : public Backend {
  public:
   UringBackend(ReadContext& context, const BackendOptions& options, RingFailed ring_failed)
       : context_(context), ring_failed_(std::move(ring_failed)), threads_(context.queue) {
-    const unsigned depth = std::clamp(options.depth, 1u, kDepthMax);
+    // Any ring may hold all that the devices take: which one does is the queue's to say.
+    const std::size_t reads = options.depth * context.devices.count();
+    const auto depth = static_cast<unsigned>(std::clamp<std::size_t>(reads, 1, kDepthMax));
     unsigned threads = options.threads;
     if (threads == 0) {
       threads = context.files.empty() ? 1 : hardware_queues(context.files.front().path());
@@ -301,8 +357,8 @@ class UringBackend final : public Backend {
     for (unsigned i = 0; i < threads; ++i) {
       std::promise<std::string> set_up;
       std::future<std::string> registered = set_up.get_future();
-      threads_.start([this, share = depth / threads + (i < depth % threads ? 1 : 0), i,
-                      promise = std::move(set_up)]() mutable { work(share, i, promise); });
+      threads_.start(
+          [this, depth, i, promise = std::move(set_up)]() mutable { work(depth, i, promise); });
       registered_ = registered.get();
     }
   }
@@ -330,11 +386,9 @@ class UringBackend final : public Backend {
     ring->abandon(taken_over, error);
     ring.reset();
     // Nobody else will: fail what comes, so that no request waits for ever.
-    while (!taken_over) {
-      const ReadQueue::Claim claim = context_.queue.claim(kClaimItems, true);
-      if (claim.count == 0) return;
-      context_.counters.errors.fetch_add(claim.count, std::memory_order_relaxed);
-      for (std::size_t i = 0; i < claim.count; ++i) claim.job->item_done(claim.first + i, error);
+    Claimed claimed;
+    while (!taken_over && context_.queue.wait_and_claim({&claimed, 1}) > 0) {
+      fail_read(context_, claimed, error);
     }
   }
 

@@ -1,0 +1,171 @@
+// The part of batch.h that hands rows over.
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "batch.h"
+#include "dequant.h"
+
+namespace engram {
+namespace {
+
+constexpr std::size_t kCacheLineBytes = 64;
+// How far ahead of the copy a group, or a row of a resident table, is fetched.
+constexpr std::size_t kGroupsAhead = 2;
+constexpr std::size_t kRowsAhead = 12;
+
+void prefetch_bytes(const std::byte* from, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += kCacheLineBytes) __builtin_prefetch(from + at);
+}
+
+constexpr std::uint32_t kZeroId = 0xFFFFFFFF;
+
+}  // namespace
+
+std::size_t Batch::row_bytes(std::size_t layer, Format format) const {
+  check();
+  if (layer >= layers_.size()) {
+    throw std::invalid_argument("layer number " + std::to_string(layer) + " of a batch of " +
+                                std::to_string(layers_.size()) + " layers");
+  }
+  return output_bytes(layers_[layer].table->table.kind, format);
+}
+
+std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format format) const {
+  check();
+  if (first > positions_ || count > positions_ - first) {
+    throw std::invalid_argument("positions " + std::to_string(first) + " to " +
+                                std::to_string(first + count) + " of a batch of " +
+                                std::to_string(positions_));
+  }
+  std::size_t bytes = 0;
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    if (layer > 0 && row_bytes(layer, format) != bytes) {
+      throw std::invalid_argument(
+          "layers of different row kinds have no packed form in common; ask for them one by one");
+    }
+    bytes = row_bytes(layer, format);
+  }
+  return count * layers_.size() * width() * bytes;
+}
+
+void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
+  if (gathered_bytes(first, count, format) == 0) return;
+  for (std::size_t position = first; position < first + count; ++position) {
+    for (const LayerRows& rows : layers_) {
+      out = rows.resident != nullptr ? gather_resident(rows, position, format, out)
+                                     : gather_groups(rows, position, format, out);
+    }
+  }
+}
+
+std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position, Format format,
+                                std::byte* out) const {
+  const RowKind kind = rows.table->table.kind;
+  const ConvertRow convert = row_converter(kind, format);
+  const std::size_t packed = packed_bytes(kind);
+  const std::size_t bytes = output_bytes(kind, format);
+  const std::size_t groups = columns_.groups();
+  for (std::size_t g = 0; g < groups; ++g) {
+    const std::size_t at = position * groups + g;
+    prefetch(rows, at + kGroupsAhead);
+    const auto [begin, end] = columns_.rows_of(g);
+    const std::int32_t number = rows.index[at];
+    if (number >= 0 && format == Format::packed) {
+      const std::byte* const from = groups_[static_cast<std::size_t>(number)].data;
+      std::memcpy(out, from + begin * packed, (end - begin) * packed);
+      out += (end - begin) * packed;
+      continue;
+    }
+    for (std::size_t r = begin; r < end; ++r, out += bytes) {
+      const std::byte* const from = row(rows, number, r);
+      if (from == nullptr) {
+        std::memset(out, 0, bytes);
+      } else {
+        convert(from, out);
+      }
+    }
+  }
+  return out;
+}
+
+std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position, Format format,
+                                  std::byte* out) const {
+  const RowKind kind = rows.table->table.kind;
+  const ConvertRow convert = row_converter(kind, format);
+  const std::size_t packed = packed_bytes(kind);
+  const std::size_t bytes = output_bytes(kind, format);
+  const std::size_t end = (position + 1) * width();
+  for (std::size_t at = position * width(); at < end; ++at, out += bytes) {
+    const std::size_t ahead = at + kRowsAhead;
+    if (ahead < rows.ids.size() && rows.ids[ahead] != kZeroId) {
+      prefetch_bytes(rows.resident + rows.ids[ahead] * packed, packed);
+    }
+    if (rows.ids[at] == kZeroId) {
+      std::memset(out, 0, bytes);
+    } else {
+      convert(rows.resident + rows.ids[at] * packed, out);
+    }
+  }
+  return out;
+}
+
+// Fetches the wanted rows of entry `at` of the layer's index, if there is one.
+void Batch::prefetch(const LayerRows& rows, std::size_t at) const {
+  if (at >= rows.index.size() || rows.index[at] < 0) return;
+  const std::size_t packed = packed_bytes(rows.table->table.kind);
+  const auto [begin, end] = columns_.rows_of(at % columns_.groups());
+  prefetch_bytes(groups_[static_cast<std::size_t>(rows.index[at])].data + begin * packed,
+                 (end - begin) * packed);
+}
+
+// Row r of what the index says; null = a zero row.
+const std::byte* Batch::row(const LayerRows& rows, std::int32_t number, std::size_t r) const {
+  if (number <= kSplit) {
+    number = rows.splits[static_cast<std::size_t>(kSplit - number)][r];
+    r = 0;
+  }
+  if (number == kZeroRows) return nullptr;
+  return groups_[static_cast<std::size_t>(number)].data + r * packed_bytes(rows.table->table.kind);
+}
+
+const std::byte* Batch::row(const LayerRows& rows, std::size_t position, std::size_t column) const {
+  if (rows.resident != nullptr) {
+    const std::uint32_t id = rows.ids[position * width() + column];
+    return id == kZeroId ? nullptr : rows.resident + id * packed_bytes(rows.table->table.kind);
+  }
+  const std::size_t absolute = columns_.begin + column;
+  const std::size_t g = absolute / columns_.group_rows - columns_.first_group();
+  return row(rows, rows.index[position * columns_.groups() + g], absolute % columns_.group_rows);
+}
+
+void Batch::pick(std::size_t layer, std::span<const std::int64_t> picks, Format format,
+                 std::byte* out) const {
+  const std::size_t bytes = row_bytes(layer, format);
+  const LayerRows& rows = layers_[layer];
+  const ConvertRow convert = row_converter(rows.table->table.kind, format);
+  const std::size_t packed = packed_bytes(rows.table->table.kind);
+  const std::size_t have = positions_ * width();
+  const auto from = [&](std::int64_t at) {
+    if (static_cast<std::uint64_t>(at) >= have) {
+      throw std::invalid_argument("row " + std::to_string(at) + " of a batch of " +
+                                  std::to_string(have) + " rows a layer");
+    }
+    const auto flat = static_cast<std::size_t>(at);
+    return row(rows, flat / width(), flat % width());
+  };
+  for (std::size_t i = 0; i < picks.size(); ++i, out += bytes) {
+    if (i + kRowsAhead < picks.size()) {
+      if (const std::byte* const ahead = from(picks[i + kRowsAhead])) {
+        prefetch_bytes(ahead, packed);
+      }
+    }
+    if (const std::byte* const here = from(picks[i])) {
+      convert(here, out);
+    } else {
+      std::memset(out, 0, bytes);
+    }
+  }
+}
+
+}  // namespace engram

@@ -1,0 +1,209 @@
+#include "row_cache.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <new>
+#include <random>
+#include <utility>
+
+namespace engram {
+namespace {
+
+constexpr std::size_t kLineBytes = 64;
+
+constexpr std::size_t round_up(std::size_t bytes) {
+  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
+}  // namespace
+
+GroupHash::GroupHash() {
+  std::random_device device;
+  for (std::uint64_t& seed : seeds_) seed = std::uint64_t{device()} << 32 | device();
+}
+
+std::uint64_t RowCache::bytes_min(std::size_t row_bytes) {
+  return sizeof(Set) + kWays * (sizeof(Entry) + round_up(kGroupRows * row_bytes));
+}
+
+RowCache::RowCache(std::uint64_t bytes, std::size_t row_bytes)
+    : slot_bytes_(round_up(kGroupRows * row_bytes)),
+      // A slot's number must fit 32 bits, and one of them says "none".
+      set_count_(std::min<std::uint64_t>(bytes / bytes_min(row_bytes), Miss::kNoEntry / kWays)),
+      slots_(set_count_ * kWays) {
+  memory_bytes_ = set_count_ * bytes_min(row_bytes);
+  void* const memory = ::mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  ::madvise(memory, memory_bytes_, MADV_HUGEPAGE);
+  memory_ = static_cast<std::byte*>(memory);
+  // Slots first: they want the alignment of huge pages most.
+  data_ = memory_;
+  entries_ = reinterpret_cast<Entry*>(data_ + slots_ * slot_bytes_);
+  sets_ = reinterpret_cast<Set*>(reinterpret_cast<std::byte*>(entries_) + slots_ * sizeof(Entry));
+  for (std::size_t i = 0; i < set_count_; ++i) new (&sets_[i]) Set;
+}
+
+RowCache::~RowCache() {
+  std::destroy_n(sets_, set_count_);
+  ::munmap(memory_, memory_bytes_);
+}
+
+// The set's number comes from the hash's high bits, so these are of its low ones.
+std::uint8_t RowCache::tag_of(std::uint64_t hash) {
+  return std::max<std::uint8_t>(1, static_cast<std::uint8_t>(hash));
+}
+
+// Bit w is set when way w has the tag.
+std::uint32_t RowCache::matches(const Set& set, std::uint8_t tag) {
+  constexpr std::uint64_t kLows = 0x7F7F7F7F7F7F7F7F;
+  std::uint32_t ways = 0;
+  for (unsigned half = 0; half < 2; ++half) {
+    // Bytes that are equal become 0, then 0x80, all others 0; their high bits are then gathered.
+    const std::uint64_t differs =
+        set.tags[half].load(std::memory_order_relaxed) ^ (0x0101010101010101 * tag);
+    const std::uint64_t equal = ~(((differs & kLows) + kLows) | differs | kLows);
+    ways |= static_cast<std::uint32_t>((equal * 0x0002040810204081) >> 56) << (8 * half);
+  }
+  return ways;
+}
+
+void RowCache::set_tag(Set& set, std::size_t way, std::uint8_t tag) {
+  std::atomic<std::uint64_t>& half = set.tags[way / 8];
+  const unsigned shift = 8 * (way % 8);
+  const std::uint64_t others =
+      half.load(std::memory_order_relaxed) & ~(std::uint64_t{0xFF} << shift);
+  half.store(others | std::uint64_t{tag} << shift, std::memory_order_relaxed);
+}
+
+void RowCache::prefetch_entry(std::uint64_t hash) const {
+  const Set& set = sets_[set_of(hash)];
+  const std::uint32_t ways = matches(set, tag_of(hash));
+  if (ways == 0) return;
+  __builtin_prefetch(&entries_[number(set, static_cast<std::size_t>(std::countr_zero(ways)))], 1);
+}
+
+std::uint32_t RowCache::find_or_make(Set& set, const RowGroup& group, std::uint64_t hash) {
+  for (std::uint32_t ways = matches(set, tag_of(hash)); ways != 0; ways &= ways - 1) {
+    const std::uint32_t at = number(set, static_cast<std::size_t>(std::countr_zero(ways)));
+    Entry& entry = entries_[at];
+    if (entry.group == group) {
+      entry.heat = std::min<std::uint8_t>(entry.heat + 1, kHeatMax);
+      return at;
+    }
+  }
+  return make(set, group, hash);
+}
+
+// A free way, or else the first unpinned one that the hand finds cold. New groups start cold: what
+// is asked for once does not push out what is asked for often.
+std::uint32_t RowCache::make(Set& set, const RowGroup& group, std::uint64_t hash) {
+  std::size_t way = kWays;
+  if (const std::uint32_t free = matches(set, 0); free != 0) {
+    way = static_cast<std::size_t>(std::countr_zero(free));
+    new (&entries_[number(set, way)]) Entry;
+    counters_.used.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    for (std::size_t steps = kWays * (kHeatMax + 1); steps > 0 && way == kWays; --steps) {
+      Entry& entry = entries_[number(set, set.hand)];
+      if (entry.pins.load(std::memory_order_acquire) == 0 && entry.heat-- == 0) way = set.hand;
+      set.hand = static_cast<std::uint8_t>((set.hand + 1) % kWays);
+    }
+    if (way == kWays) return Miss::kNoEntry;
+    counters_.evictions.fetch_add(1, std::memory_order_relaxed);
+  }
+  Entry& entry = entries_[number(set, way)];
+  entry.group = group;
+  entry.valid = 0;
+  entry.heat = 0;
+  set_tag(set, way, tag_of(hash));
+  return number(set, way);
+}
+
+// Returns the rows that the miss reads itself: those nobody reads, and those whose reads wait in a
+// lane that goes after its own.
+RowMask RowCache::enter(Entry& entry, std::uint32_t at, Miss& miss, RowMask missing) {
+  auto own = static_cast<RowMask>(missing & ~entry.reading);
+  for (Miss* other = entry.misses; other != nullptr; other = other->next) {
+    if ((other->reads & missing) == 0 || other->ended || miss.lane >= other->lane) continue;
+    Miss::State expected = Miss::State::queued;
+    if (!other->state.compare_exchange_strong(expected, Miss::State::taken,
+                                              std::memory_order_acq_rel)) {
+      continue;
+    }
+    own |= std::exchange(other->reads, RowMask{0});
+    other->ended = true;
+  }
+  miss.data = data_of(at);
+  miss.entry = at;
+  miss.need = missing;
+  miss.waits = missing;
+  miss.reads = own;
+  miss.ended = own == 0;
+  miss.next = std::exchange(entry.misses, &miss);
+  entry.reading |= own;
+  return own;
+}
+
+Miss* RowCache::ended(Miss& miss) {
+  const std::lock_guard lock(set_of_entry(miss.entry).mutex);
+  return settle(entries_[miss.entry], miss);
+}
+
+bool RowCache::give_up(Miss& miss, std::int32_t why, bool regardless, Miss*& over) {
+  over = nullptr;
+  const std::lock_guard lock(set_of_entry(miss.entry).mutex);
+  if (miss.state.load(std::memory_order_acquire) != Miss::State::queued || miss.ended) return true;
+  Entry& entry = entries_[miss.entry];
+  if (!regardless) {
+    for (const Miss* other = entry.misses; other != nullptr; other = other->next) {
+      if (other != &miss && (other->waits & miss.reads) != 0) return false;
+    }
+  }
+  miss.state.store(Miss::State::started, std::memory_order_release);
+  miss.fail(miss.reads, why);
+  over = settle(entry, miss);
+  return true;
+}
+
+// Makes known how the reads of a miss ended, and takes off the entry what is over with it.
+Miss* RowCache::settle(Entry& entry, Miss& miss) {
+  const RowMask failed = miss.failed.load(std::memory_order_acquire) & miss.reads;
+  entry.valid |= static_cast<RowMask>(miss.reads & ~failed);
+  entry.reading &= static_cast<RowMask>(~miss.reads);
+  miss.ended = true;
+  Miss* over = nullptr;
+  for (Miss** link = &entry.misses; *link != nullptr;) {
+    Miss& other = **link;
+    if (const RowMask bad = other.waits & failed; bad != 0 && &other != &miss) {
+      other.fail(bad, miss.error.load(std::memory_order_relaxed));
+    }
+    other.waits &= static_cast<RowMask>(~miss.reads);
+    if (other.waits == 0 && other.ended) {
+      *link = other.next;
+      other.next = std::exchange(over, &other);
+    } else {
+      link = &other.next;
+    }
+  }
+  return over;
+}
+
+std::vector<RowCache::Held> RowCache::held(std::uint16_t table) const {
+  std::vector<Held> found;
+  for (std::size_t i = 0; i < set_count_; ++i) {
+    const std::lock_guard lock(sets_[i].mutex);
+    const std::uint32_t taken = ~matches(sets_[i], 0) & 0xFFFF;
+    for (std::uint32_t ways = taken; ways != 0; ways &= ways - 1) {
+      const Entry& entry =
+          entries_[number(sets_[i], static_cast<std::size_t>(std::countr_zero(ways)))];
+      if (entry.valid == 0 || entry.group.table != table) continue;
+      found.push_back({.group = entry.group, .valid = entry.valid, .heat = entry.heat});
+    }
+  }
+  return found;
+}
+
+}  // namespace engram

@@ -1,0 +1,182 @@
+// Packed rows in memory, by group: set-associative, with pins, and with one read for all who want
+// the same rows at the same time.
+//
+// A batch looks a group up and pins its slot until its rows have been copied out. Rows that are not
+// there become a Miss: those that nobody reads yet the miss reads itself, straight into the slot;
+// for the others it waits for the miss that reads them. A row is in the cache only once its read
+// has ended well.
+//
+// Each set has a lock, held for nanoseconds; pins are taken under it and given back without it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "read_queue.h"
+#include "row_group.h"
+
+namespace engram {
+
+class Batch;
+
+// A group that a batch did not find whole. Aligned so that a read's tag can hold its address.
+struct alignas(64) Miss {
+  enum class State : std::uint8_t {
+    queued,   // its reads have not begun
+    started,  // they have
+    taken,    // another miss, of a lane that goes first, makes them
+  };
+
+  Batch* batch = nullptr;
+  std::byte* data = nullptr;  // the group's rows: a cache slot, or memory of the batch
+  std::uint32_t group = 0;    // number in the batch
+  std::uint32_t entry = kNoEntry;
+  Lane lane = Lane::decode;
+  RowMask need = 0;    // rows the batch wants and did not find
+  RowMask waits = 0;   // those of `need` that have neither arrived nor failed; guarded by the set
+  RowMask reads = 0;   // rows it reads: fixed once started; before that guarded by the set
+  bool ended = false;  // its reads have; guarded by the set
+  RowMask apart = 0;   // rows of `reads` whose scales are a read of their own
+  std::uint8_t copy = 0;  // of the table, that is read
+  std::atomic<State> state{State::queued};
+  std::atomic<std::uint8_t> reads_left{0};
+  std::atomic<RowMask> failed{0};      // rows that could not be read, of `need` or `reads`
+  std::atomic<std::int32_t> error{0};  // of one of them
+  Miss* next = nullptr;                // of the same entry; afterwards, of those that are over
+
+  static constexpr std::uint32_t kNoEntry = 0xFFFFFFFF;
+
+  // Its reads may begin; false when another miss makes them.
+  bool start() {
+    State expected = State::queued;
+    return state.compare_exchange_strong(expected, State::started, std::memory_order_acq_rel);
+  }
+  void fail(RowMask rows, std::int32_t why) {
+    error.store(why, std::memory_order_relaxed);
+    failed.fetch_or(rows, std::memory_order_relaxed);
+  }
+};
+
+// Totals since start, in groups.
+struct CacheCounters {
+  std::atomic<std::uint64_t> hits{0};       // found whole
+  std::atomic<std::uint64_t> misses{0};     // of which rows were read
+  std::atomic<std::uint64_t> joined{0};     // all missing rows were being read already
+  std::atomic<std::uint64_t> overflows{0};  // no slot: all that it might have were pinned
+  std::atomic<std::uint64_t> used{0};       // slots taken, now
+  std::atomic<std::uint64_t> evictions{0};
+};
+
+class RowCache {
+ public:
+  // Takes `bytes` of address space; memory as slots are first used. row_bytes: of the longest
+  // packed row. Throws std::bad_alloc.
+  RowCache(std::uint64_t bytes, std::size_t row_bytes);
+  ~RowCache();
+  RowCache(const RowCache&) = delete;
+  RowCache& operator=(const RowCache&) = delete;
+
+  // Fewer bytes hold no set: then there is no cache.
+  static std::uint64_t bytes_min(std::size_t row_bytes);
+
+  struct Found {
+    std::uint32_t entry = Miss::kNoEntry;  // pinned; kNoEntry: no slot is free
+    std::byte* data = nullptr;
+    RowMask missing = 0;  // 0: a hit
+    RowMask own = 0;      // of those, what the new miss reads; it waits for the others
+  };
+  // Hints for lookup(), some groups ahead of it: the set first, then the entry.
+  void prefetch_set(std::uint64_t hash) const { __builtin_prefetch(&sets_[set_of(hash)]); }
+  void prefetch_entry(std::uint64_t hash) const;
+  // Finds or makes a group's entry and pins it. When rows are missing, `new_miss()` is called for
+  // the Miss that shall stand for them; it is filled in and entered.
+  template <typename NewMiss>
+  Found lookup(const RowGroup& group, std::uint64_t hash, RowMask need, NewMiss new_miss) {
+    Set& set = sets_[set_of(hash)];
+    const std::lock_guard lock(set.mutex);
+    const std::uint32_t at = find_or_make(set, group, hash);
+    if (at == Miss::kNoEntry) return {.missing = need, .own = need};
+    Entry& entry = entries_[at];
+    entry.pins.fetch_add(1, std::memory_order_relaxed);
+    const auto missing = static_cast<RowMask>(need & ~entry.valid);
+    const RowMask own = missing == 0 ? RowMask{0} : enter(entry, at, new_miss(), missing);
+    return {.entry = at, .data = data_of(at), .missing = missing, .own = own};
+  }
+  void unpin(std::uint32_t entry) { entries_[entry].pins.fetch_sub(1, std::memory_order_release); }
+
+  // The reads of a started miss have ended, well or as `failed` says. Returns the misses that are
+  // over with it, linked by `next`; the caller tells their batches.
+  Miss* ended(Miss& miss);
+  // Gives up a miss whose reads have not begun; but when another miss waits for them, and unless
+  // `regardless`, returns false and leaves it. By the thread that would begin them. `over` as
+  // ended().
+  bool give_up(Miss& miss, std::int32_t why, bool regardless, Miss*& over);
+
+  std::uint64_t capacity_bytes() const { return slots_ * slot_bytes_; }
+  std::uint64_t slots() const { return slots_; }
+  CacheCounters& counters() { return counters_; }
+
+  // What the cache holds of a table now.
+  struct Held {
+    RowGroup group;
+    RowMask valid;
+    std::uint8_t heat;  // 0 .. kHeatMax
+  };
+  std::vector<Held> held(std::uint16_t table) const;
+
+ private:
+  static constexpr std::size_t kWays = 16;
+  static constexpr std::uint8_t kHeatMax = 3;
+
+  // Tags are kept apart from entries, so that a lookup touches two cache lines.
+  struct alignas(64) Set {
+    std::mutex mutex;
+    std::atomic<std::uint64_t> tags[2]{};  // 16 bytes, 0 = free; written under the mutex
+    std::uint8_t hand = 0;
+  };
+  static_assert(sizeof(Set) <= 128);
+
+  struct alignas(64) Entry {
+    RowGroup group;
+    RowMask valid = 0;
+    RowMask reading = 0;
+    std::uint8_t heat = 0;  // of recent hits; the hand cools it
+    std::atomic<std::uint32_t> pins{0};
+    Miss* misses = nullptr;  // that read or wait
+  };
+  static_assert(sizeof(Entry) == 64);
+
+  std::size_t set_of(std::uint64_t hash) const {
+    return static_cast<std::size_t>(static_cast<unsigned __int128>(hash) * set_count_ >> 64);
+  }
+  std::byte* data_of(std::uint32_t entry) const { return data_ + entry * slot_bytes_; }
+  std::uint32_t number(const Set& set, std::size_t way) const {
+    return static_cast<std::uint32_t>((&set - sets_) * static_cast<std::ptrdiff_t>(kWays)) +
+           static_cast<std::uint32_t>(way);
+  }
+  static std::uint8_t tag_of(std::uint64_t hash);
+  static std::uint32_t matches(const Set& set, std::uint8_t tag);
+  static void set_tag(Set& set, std::size_t way, std::uint8_t tag);
+  std::uint32_t find_or_make(Set& set, const RowGroup& group, std::uint64_t hash);
+  std::uint32_t make(Set& set, const RowGroup& group, std::uint64_t hash);
+  RowMask enter(Entry& entry, std::uint32_t at, Miss& miss, RowMask missing);
+  Set& set_of_entry(std::uint32_t entry) const { return sets_[entry / kWays]; }
+  static Miss* settle(Entry& entry, Miss& miss);
+
+  std::size_t slot_bytes_;
+  std::size_t set_count_;
+  std::uint64_t slots_;
+  std::byte* memory_ = nullptr;
+  std::size_t memory_bytes_ = 0;
+  Set* sets_ = nullptr;
+  Entry* entries_ = nullptr;
+  std::byte* data_ = nullptr;
+  CacheCounters counters_;
+};
+
+}  // namespace engram
