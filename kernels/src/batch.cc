@@ -14,6 +14,9 @@
 namespace engram {
 namespace {
 
+// How many groups ahead of its unpinning an entry is fetched.
+constexpr std::size_t kUnpinAhead = 8;
+
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -55,8 +58,10 @@ EngineShared::EngineShared(std::vector<Table> given, std::uint64_t budget_bytes,
 EngineShared::~EngineShared() { ::close(event_fd); }
 
 Batch::~Batch() {
-  for (const Group& group : groups_) {
-    if (group.entry != Miss::kNoEntry) shared_->cache->unpin(group.entry);
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    const std::size_t ahead = std::min(i + kUnpinAhead, groups_.size() - 1);
+    if (groups_[ahead].entry != Miss::kNoEntry) shared_->cache->prefetch(groups_[ahead].entry);
+    if (groups_[i].entry != Miss::kNoEntry) shared_->cache->unpin(groups_[i].entry);
   }
   shared_->in_flight_bytes.fetch_sub(reserved_bytes_);
 }

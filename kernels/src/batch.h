@@ -157,10 +157,10 @@ class Batch final : public ReadSource {
 
   const std::byte* row(const LayerRows& rows, std::size_t position, std::size_t column) const;
   const std::byte* row(const LayerRows& rows, std::int32_t number, std::size_t r) const;
-  void prefetch(const LayerRows& rows, std::size_t at) const;
-  std::byte* gather_groups(const LayerRows& rows, std::size_t position, Format format,
+  struct Output;
+  std::byte* gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
                            std::byte* out) const;
-  std::byte* gather_resident(const LayerRows& rows, std::size_t position, Format format,
+  std::byte* gather_resident(const LayerRows& rows, std::size_t position, const Output& output,
                              std::byte* out) const;
 
   void cancel() { cancelled_.store(true, std::memory_order_relaxed); }

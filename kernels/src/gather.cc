@@ -14,7 +14,9 @@ constexpr std::size_t kCacheLineBytes = 64;
 constexpr std::size_t kGroupsAhead = 2;
 constexpr std::size_t kRowsAhead = 12;
 
-void prefetch_bytes(const std::byte* from, std::size_t bytes) {
+// Inlined always: a function that does nothing but fetch ahead counts as one without effect, and
+// calls of it are dropped.
+[[gnu::always_inline]] inline void prefetch_bytes(const std::byte* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += kCacheLineBytes) __builtin_prefetch(from + at);
 }
 
@@ -49,74 +51,81 @@ std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format f
   return count * layers_.size() * width() * bytes;
 }
 
+// How rows of one kind leave in one format.
+struct Batch::Output {
+  Output(RowKind kind, Format format)
+      : convert(row_converter(kind, format)),
+        packed_bytes(engram::packed_bytes(kind)),
+        bytes(output_bytes(kind, format)),
+        as_they_are(format == Format::packed) {}
+
+  ConvertRow convert;
+  std::size_t packed_bytes;
+  std::size_t bytes;
+  bool as_they_are;
+};
+
 void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
   if (gathered_bytes(first, count, format) == 0) return;
+  std::vector<Output> outputs;
+  for (const LayerRows& rows : layers_) outputs.emplace_back(rows.table->table.kind, format);
   for (std::size_t position = first; position < first + count; ++position) {
-    for (const LayerRows& rows : layers_) {
-      out = rows.resident != nullptr ? gather_resident(rows, position, format, out)
-                                     : gather_groups(rows, position, format, out);
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      const LayerRows& rows = layers_[layer];
+      out = rows.resident != nullptr ? gather_resident(rows, position, outputs[layer], out)
+                                     : gather_groups(rows, position, outputs[layer], out);
     }
   }
 }
 
-std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position, Format format,
+std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
                                 std::byte* out) const {
-  const RowKind kind = rows.table->table.kind;
-  const ConvertRow convert = row_converter(kind, format);
-  const std::size_t packed = packed_bytes(kind);
-  const std::size_t bytes = output_bytes(kind, format);
   const std::size_t groups = columns_.groups();
+  const std::int32_t* const index = rows.index.data() + position * groups;
+  const std::size_t left = rows.index.size() - position * groups;
   for (std::size_t g = 0; g < groups; ++g) {
-    const std::size_t at = position * groups + g;
-    prefetch(rows, at + kGroupsAhead);
     const auto [begin, end] = columns_.rows_of(g);
-    const std::int32_t number = rows.index[at];
-    if (number >= 0 && format == Format::packed) {
-      const std::byte* const from = groups_[static_cast<std::size_t>(number)].data;
-      std::memcpy(out, from + begin * packed, (end - begin) * packed);
-      out += (end - begin) * packed;
+    if (g + kGroupsAhead < left && index[g + kGroupsAhead] >= 0) {
+      // Of another n-gram order, perhaps, and so of other columns: whole groups are what matters.
+      const Group& ahead = groups_[static_cast<std::size_t>(index[g + kGroupsAhead])];
+      prefetch_bytes(ahead.data + begin * output.packed_bytes, (end - begin) * output.packed_bytes);
+    }
+    if (index[g] >= 0 && output.as_they_are) {
+      const std::size_t bytes = (end - begin) * output.packed_bytes;
+      std::memcpy(out,
+                  groups_[static_cast<std::size_t>(index[g])].data + begin * output.packed_bytes,
+                  bytes);
+      out += bytes;
       continue;
     }
-    for (std::size_t r = begin; r < end; ++r, out += bytes) {
-      const std::byte* const from = row(rows, number, r);
+    for (std::size_t r = begin; r < end; ++r, out += output.bytes) {
+      const std::byte* const from = row(rows, index[g], r);
       if (from == nullptr) {
-        std::memset(out, 0, bytes);
+        std::memset(out, 0, output.bytes);
       } else {
-        convert(from, out);
+        output.convert(from, out);
       }
     }
   }
   return out;
 }
 
-std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position, Format format,
+std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position, const Output& output,
                                   std::byte* out) const {
-  const RowKind kind = rows.table->table.kind;
-  const ConvertRow convert = row_converter(kind, format);
-  const std::size_t packed = packed_bytes(kind);
-  const std::size_t bytes = output_bytes(kind, format);
+  const std::size_t packed = output.packed_bytes;
   const std::size_t end = (position + 1) * width();
-  for (std::size_t at = position * width(); at < end; ++at, out += bytes) {
+  for (std::size_t at = position * width(); at < end; ++at, out += output.bytes) {
     const std::size_t ahead = at + kRowsAhead;
     if (ahead < rows.ids.size() && rows.ids[ahead] != kZeroId) {
       prefetch_bytes(rows.resident + rows.ids[ahead] * packed, packed);
     }
     if (rows.ids[at] == kZeroId) {
-      std::memset(out, 0, bytes);
+      std::memset(out, 0, output.bytes);
     } else {
-      convert(rows.resident + rows.ids[at] * packed, out);
+      output.convert(rows.resident + rows.ids[at] * packed, out);
     }
   }
   return out;
-}
-
-// Fetches the wanted rows of entry `at` of the layer's index, if there is one.
-void Batch::prefetch(const LayerRows& rows, std::size_t at) const {
-  if (at >= rows.index.size() || rows.index[at] < 0) return;
-  const std::size_t packed = packed_bytes(rows.table->table.kind);
-  const auto [begin, end] = columns_.rows_of(at % columns_.groups());
-  prefetch_bytes(groups_[static_cast<std::size_t>(rows.index[at])].data + begin * packed,
-                 (end - begin) * packed);
 }
 
 // Row r of what the index says; null = a zero row.

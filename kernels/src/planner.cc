@@ -39,6 +39,8 @@ void Planner::add(const LayerKeys& keys) {
   if (rows.resident != nullptr) return add_resident(keys, rows);
   rows.index.resize(batch_.positions_ * batch_.columns_.groups());
   make_room(batch_.groups_.size() + rows.index.size());
+  batch_.groups_.reserve(batch_.groups_.size() + rows.index.size());
+  hashes_.reserve(batch_.groups_.size() + rows.index.size());
   for (std::size_t position = 0; position < batch_.positions_; ++position) {
     add_position(keys, position, rows);
   }

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <bit>
 #include <new>
 #include <random>
 #include <utility>
@@ -51,25 +50,6 @@ RowCache::~RowCache() {
   ::munmap(memory_, memory_bytes_);
 }
 
-// The set's number comes from the hash's high bits, so these are of its low ones.
-std::uint8_t RowCache::tag_of(std::uint64_t hash) {
-  return std::max<std::uint8_t>(1, static_cast<std::uint8_t>(hash));
-}
-
-// Bit w is set when way w has the tag.
-std::uint32_t RowCache::matches(const Set& set, std::uint8_t tag) {
-  constexpr std::uint64_t kLows = 0x7F7F7F7F7F7F7F7F;
-  std::uint32_t ways = 0;
-  for (unsigned half = 0; half < 2; ++half) {
-    // Bytes that are equal become 0, then 0x80, all others 0; their high bits are then gathered.
-    const std::uint64_t differs =
-        set.tags[half].load(std::memory_order_relaxed) ^ (0x0101010101010101 * tag);
-    const std::uint64_t equal = ~(((differs & kLows) + kLows) | differs | kLows);
-    ways |= static_cast<std::uint32_t>((equal * 0x0002040810204081) >> 56) << (8 * half);
-  }
-  return ways;
-}
-
 void RowCache::set_tag(Set& set, std::size_t way, std::uint8_t tag) {
   std::atomic<std::uint64_t>& half = set.tags[way / 8];
   const unsigned shift = 8 * (way % 8);
@@ -78,16 +58,9 @@ void RowCache::set_tag(Set& set, std::size_t way, std::uint8_t tag) {
   half.store(others | std::uint64_t{tag} << shift, std::memory_order_relaxed);
 }
 
-void RowCache::prefetch_entry(std::uint64_t hash) const {
-  const Set& set = sets_[set_of(hash)];
-  const std::uint32_t ways = matches(set, tag_of(hash));
-  if (ways == 0) return;
-  __builtin_prefetch(&entries_[number(set, static_cast<std::size_t>(std::countr_zero(ways)))], 1);
-}
-
 std::uint32_t RowCache::find_or_make(Set& set, const RowGroup& group, std::uint64_t hash) {
   for (std::uint32_t ways = matches(set, tag_of(hash)); ways != 0; ways &= ways - 1) {
-    const std::uint32_t at = number(set, static_cast<std::size_t>(std::countr_zero(ways)));
+    const std::uint32_t at = number(set, first(ways));
     Entry& entry = entries_[at];
     if (entry.group == group) {
       entry.heat = std::min<std::uint8_t>(entry.heat + 1, kHeatMax);
@@ -102,7 +75,7 @@ std::uint32_t RowCache::find_or_make(Set& set, const RowGroup& group, std::uint6
 std::uint32_t RowCache::make(Set& set, const RowGroup& group, std::uint64_t hash) {
   std::size_t way = kWays;
   if (const std::uint32_t free = matches(set, 0); free != 0) {
-    way = static_cast<std::size_t>(std::countr_zero(free));
+    way = first(free);
     new (&entries_[number(set, way)]) Entry;
     counters_.used.fetch_add(1, std::memory_order_relaxed);
   } else {
@@ -197,8 +170,7 @@ std::vector<RowCache::Held> RowCache::held(std::uint16_t table) const {
     const std::lock_guard lock(sets_[i].mutex);
     const std::uint32_t taken = ~matches(sets_[i], 0) & 0xFFFF;
     for (std::uint32_t ways = taken; ways != 0; ways &= ways - 1) {
-      const Entry& entry =
-          entries_[number(sets_[i], static_cast<std::size_t>(std::countr_zero(ways)))];
+      const Entry& entry = entries_[number(sets_[i], first(ways))];
       if (entry.valid == 0 || entry.group.table != table) continue;
       found.push_back({.group = entry.group, .valid = entry.valid, .heat = entry.heat});
     }

@@ -9,7 +9,9 @@
 // Each set has a lock, held for nanoseconds; pins are taken under it and given back without it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -90,9 +92,17 @@ class RowCache {
     RowMask missing = 0;  // 0: a hit
     RowMask own = 0;      // of those, what the new miss reads; it waits for the others
   };
-  // Hints for lookup(), some groups ahead of it: the set first, then the entry.
-  void prefetch_set(std::uint64_t hash) const { __builtin_prefetch(&sets_[set_of(hash)]); }
-  void prefetch_entry(std::uint64_t hash) const;
+  // Hints for lookup(), some groups ahead of it: the set first, then the entry. Inlined always: a
+  // function that does nothing but fetch ahead counts as one without effect, and calls of it are
+  // dropped.
+  [[gnu::always_inline]] void prefetch_set(std::uint64_t hash) const {
+    __builtin_prefetch(&sets_[set_of(hash)], 1);
+  }
+  [[gnu::always_inline]] void prefetch_entry(std::uint64_t hash) const {
+    const Set& set = sets_[set_of(hash)];
+    const std::uint32_t ways = matches(set, tag_of(hash));
+    if (ways != 0) __builtin_prefetch(&entries_[number(set, first(ways))], 1);
+  }
   // Finds or makes a group's entry and pins it. When rows are missing, `new_miss()` is called for
   // the Miss that shall stand for them; it is filled in and entered.
   template <typename NewMiss>
@@ -106,6 +116,9 @@ class RowCache {
     const auto missing = static_cast<RowMask>(need & ~entry.valid);
     const RowMask own = missing == 0 ? RowMask{0} : enter(entry, at, new_miss(), missing);
     return {.entry = at, .data = data_of(at), .missing = missing, .own = own};
+  }
+  [[gnu::always_inline]] void prefetch(std::uint32_t entry) const {
+    __builtin_prefetch(&entries_[entry], 1);
   }
   void unpin(std::uint32_t entry) { entries_[entry].pins.fetch_sub(1, std::memory_order_release); }
 
@@ -159,8 +172,26 @@ class RowCache {
     return static_cast<std::uint32_t>((&set - sets_) * static_cast<std::ptrdiff_t>(kWays)) +
            static_cast<std::uint32_t>(way);
   }
-  static std::uint8_t tag_of(std::uint64_t hash);
-  static std::uint32_t matches(const Set& set, std::uint8_t tag);
+  // The set's number comes from the hash's high bits, so these are of its low ones.
+  static std::uint8_t tag_of(std::uint64_t hash) {
+    return std::max<std::uint8_t>(1, static_cast<std::uint8_t>(hash));
+  }
+  // Bit w is set when way w has the tag.
+  static std::uint32_t matches(const Set& set, std::uint8_t tag) {
+    constexpr std::uint64_t kLows = 0x7F7F7F7F7F7F7F7F;
+    std::uint32_t ways = 0;
+    for (unsigned half = 0; half < 2; ++half) {
+      // Bytes that are equal become 0, then 0x80, all others 0; their high bits are then gathered.
+      const std::uint64_t differs =
+          set.tags[half].load(std::memory_order_relaxed) ^ (0x0101010101010101 * tag);
+      const std::uint64_t equal = ~(((differs & kLows) + kLows) | differs | kLows);
+      ways |= static_cast<std::uint32_t>((equal * 0x0002040810204081) >> 56) << (8 * half);
+    }
+    return ways;
+  }
+  static std::size_t first(std::uint32_t ways) {
+    return static_cast<std::size_t>(std::countr_zero(ways));
+  }
   static void set_tag(Set& set, std::size_t way, std::uint8_t tag);
   std::uint32_t find_or_make(Set& set, const RowGroup& group, std::uint64_t hash);
   std::uint32_t make(Set& set, const RowGroup& group, std::uint64_t hash);
