@@ -20,6 +20,7 @@ demo: setup ## small tables, a server, real text, every row checked
 
 .PHONY: test
 test: lint ## lint, then all tests
+	@scripts/test_native.sh
 	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
@@ -31,7 +32,7 @@ lint: setup ## ruff, mypy --strict, clang-format
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/mypy
-	@find kernels/src \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+	@find kernels/src kernels/tests \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 
 .PHONY: proto
 proto: setup ## regenerate client/engram_client/_proto from the .proto
