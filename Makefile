@@ -8,7 +8,7 @@ PYTHON_VENV := .venv/bin/python
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## install what is missing, make .venv, build
@@ -20,7 +20,16 @@ demo: setup ## small tables, a server, real text, every row checked
 
 .PHONY: test
 test: lint ## lint, then all tests
+	@scripts/test_native.sh
 	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-asan
+test-asan: setup ## native tests under AddressSanitizer and UBSan
+	@scripts/test_native.sh address
+
+.PHONY: test-tsan
+test-tsan: setup ## native tests under ThreadSanitizer
+	@scripts/test_native.sh thread
 
 .PHONY: bench
 bench: setup ## measure beside fio, NumPy and memcpy; bench/results/latest.json
@@ -31,7 +40,7 @@ lint: setup ## ruff, mypy --strict, clang-format
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/mypy
-	@find kernels/src \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+	@find kernels/src kernels/tests \( -name '*.cc' -o -name '*.h' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 
 .PHONY: proto
 proto: setup ## regenerate client/engram_client/_proto from the .proto

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sees to the system packages of a build: a C++ compiler, pkg-config, liburing, Python 3.11+ with venv and headers; and,
-# unless called with --runtime, to what tests and benchmarks need: fio to measure against, FUSE to break reads with.
-# Missing ones are installed through apt, with sudo when not root; on a system without apt it says what to install. Does
-# nothing, quickly, when nothing is missing.
+# unless called with --runtime, to what tests and benchmarks need: fio to measure against, FUSE to break reads with, doctest
+# for tests in C++. Missing ones are installed through apt, with sudo when not root; on a system without apt it says what
+# to install. Does nothing, quickly, when nothing is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -10,6 +10,8 @@ source scripts/common.sh
 liburing_min=2.3
 with_tests=1
 [[ "${1:-}" != --runtime ]] || with_tests=0
+
+has_header() { c++ -x c++ -E - <<<"#if !__has_include(<$1>)"$'\n#error\n#endif' >/dev/null 2>&1; }
 
 # Prints one line for each thing that is missing: "what it is: apt package...".
 missing() {
@@ -21,6 +23,7 @@ missing() {
     echo "liburing $liburing_min or newer with its headers: liburing-dev"
   fi
   if ((with_tests)); then
+    has_header doctest/doctest.h || echo "doctest: doctest-dev"
     command -v fio >/dev/null || echo "fio: fio"
     command -v fusermount3 >/dev/null || echo "FUSE: fuse3"
   fi
@@ -43,8 +46,8 @@ names="$(sed 's/: [^:]*$//' <<<"$needs" | paste -sd ';' | sed 's/;/; /g')"
 
 if ! command -v apt-get >/dev/null; then
   die "missing: $names. This script installs through apt only; please install them with your package manager" \
-    "(Fedora: gcc-c++ pkgconf-pkg-config liburing-devel fio fuse3 python3-devel;" \
-    "Arch: base-devel pkgconf liburing fio fuse3 python) and run it again."
+    "(Fedora: gcc-c++ pkgconf-pkg-config liburing-devel fio fuse3 doctest-devel python3-devel;" \
+    "Arch: base-devel pkgconf liburing fio fuse3 doctest python) and run it again."
 fi
 apt=(apt-get -qq -o DPkg::Lock::Timeout=300)
 if ((EUID != 0)); then
