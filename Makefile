@@ -1,5 +1,5 @@
 # Each target works as the only command on a fresh machine: all of them set up first (seconds when nothing changed).
-# PYTEST_ARGS="-k hash -x" narrows `make test`.
+# PYTEST_ARGS="-k hash -x" narrows `make test`, BENCH="cold warm" `make bench`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,8 +32,8 @@ test-tsan: setup ## native tests under ThreadSanitizer
 	@scripts/test_native.sh thread
 
 .PHONY: bench
-bench: setup ## measure beside fio, NumPy and memcpy; bench/results/latest.json
-	@$(PYTHON_VENV) -m bench
+bench: setup ## measure beside fio, torch and others; bench/results/latest.json
+	@$(PYTHON_VENV) -m bench $(BENCH)
 
 .PHONY: lint
 lint: setup ## ruff, mypy --strict, clang-format

@@ -1,163 +1,127 @@
-"""Cold unique rows from a table file in place, beside what fio gets from the same file.
+"""How near do cold rows come to what the disk can do, and what does each cost in CPU time?
 
-The scales are in memory, so a row is one read. fio reads the same file at the same block size and depth with registered
-buffers and files; runs are interleaved in pairs and compared by medians. Beside them, what one would write first:
-`np.memmap`, and 64 threads of buffered pread (fio's psync engine, so that no interpreter slows them).
+Unique random rows, one read each, beside fio on the same file at the same read size and depth: from a packed store,
+where every row's CRC is checked, and from a checkpoint in place with its scales in memory. Ours is the whole line from
+row ids to gathered packed rows, cache included; the CPU time is that of all our threads.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import resource
 import statistics
-import subprocess
 import time
 from collections import deque
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bench import fio, tables
+from bench.pairs import interleaved, median_ratio
+from bench.result import Bar, Result
+from bench.scale import Scale
 from engram_kernels import _core
-from engram_server.memory import Memory, MemoryOptions
-from engram_server.tables.checkpoint import PlaneRef, TableRef
-from engram_server.tables.synth import synthesise
+from engram_server.memory import Memory
 
-PAIRS = 7
-FIO_SECONDS = 3
-ROWS_PER_RUN = 240_000
 BLOCKS_PER_RUN = 4
-MEMMAP_ROWS = 4_000
-LAYER = 1
-
-VOCAB_SIZE = int(os.environ.get("ENGRAM_BENCH_VOCAB_SIZE", "2000000"))
-"""13 GB of FP4 tables: smaller ones share pages between rows and flatter the page cache."""
-DATA = Path(os.environ.get("ENGRAM_BENCH_DATA", "data/bench"))
 
 
-def run() -> list[dict[str, Any]]:
-    """cold_inplace_vs_fio, memmap_rows and pread64_rows."""
-    checkpoint = synthesise(DATA, VOCAB_SIZE, progress=True).path
-    with Memory.open(checkpoint, MemoryOptions(scales="memory")) as memory:
-        (table,) = [table for table in memory.checkpoint.tables if table.layer == LAYER]
-        _wait_for_scales(memory)
-        rng = np.random.default_rng(0)
-        ids = rng.choice(table.rows, size=(PAIRS + 1) * ROWS_PER_RUN, replace=False)
-        runs = ids.reshape(PAIRS + 1, ROWS_PER_RUN)
-        _cold_rows(memory, runs[PAIRS])  # warm-up: threads, buffers, CPU clock
-        block_bytes = memory.reader.files[0].alignment_bytes
-        pairs = []
-        for pair in range(PAIRS):
-            ours = _cold_rows(memory, runs[pair])
-            theirs = _fio(
-                table.codes, table.rows, bs=block_bytes, ioengine="io_uring", direct=1,
-                iodepth=memory.reader.depth, fixedbufs=1, registerfiles=1,
-            )  # fmt: skip
-            pairs.append((ours, theirs))
-        cold = statistics.median(ours for ours, _ in pairs)
-        fio = {
-            "name": "cold_inplace_vs_fio",
-            "value": cold,
-            "unit": "rows/s",
-            "reference": statistics.median(theirs for _, theirs in pairs),
-            "reference_name": f"fio randread, io_uring, {block_bytes} B, depth {memory.reader.depth}, IOPS",
-            "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
-        }
-    rivals = {
-        "memmap_rows": [_memmap(table, ids[i * MEMMAP_ROWS :][:MEMMAP_ROWS]) for i in range(3)],
-        "pread64_rows": [_pread64(table) for _ in range(3)],
+@dataclass(frozen=True)
+class ColdRun:
+    """One run of ours."""
+
+    rows_per_s: float
+    cpu_s_per_row: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Interleaved pairs, by round."""
+
+    ours: Sequence[ColdRun]
+    theirs: Sequence[fio.FioRun]
+    fio_name: str
+
+
+def run(scale: Scale) -> Iterator[Result]:
+    """cold_vs_fio, cold_cpu_vs_fio, cold_inplace_vs_fio."""
+    store = tables.packed_store(scale)
+    with tables.open_memory(store) as memory:
+        packed = compare(scale, "cold, packed", memory, tables.store_region(store))
+    yield speed("cold_vs_fio", "cold rows, packed store, every CRC checked", packed, Bar(">=", 0.95))
+    yield cpu_time("cold_cpu_vs_fio", "CPU time of each of these rows, all threads", packed, Bar("<=", 0.75))
+    with tables.open_memory(tables.checkpoint(scale)) as memory:
+        inplace = compare(scale, "cold, in place", memory, tables.codes_region(tables.table_of(memory)))
+    yield speed("cold_inplace_vs_fio", "cold rows, checkpoint in place, scales in memory", inplace)
+
+
+def compare(scale: Scale, label: str, memory: Memory, region: fio.Region) -> Comparison:
+    """Our cold rows of one table and fio's reads of the region, by turns."""
+    ids = tables.unseen_rows(memory, scale.pairs + 1, scale.pick(240_000, 2_000))
+    cold_rows(memory, ids[scale.pairs])  # warm-up: threads, buffers, CPU clock
+    sides = {
+        "ours": lambda number: cold_rows(memory, ids[number]),
+        "fio": lambda _: fio.ceiling(region, memory.reader, scale.pick(3, 1)),
     }
-    return [fio] + [
-        {
-            "name": name,
-            "value": statistics.median(rates),
-            "unit": "rows/s",
-            "reference": cold,
-            "reference_name": "our cold rows, same file",
-            "ratio": statistics.median(rates) / cold,
-        }
-        for name, rates in rivals.items()
-    ]
+    outcomes = interleaved(label, scale.pairs, sides)
+    return Comparison(outcomes["ours"], outcomes["fio"], fio.described(memory.reader))
 
 
-def _wait_for_scales(memory: Memory) -> None:
-    while True:
-        loaded, rows, error = memory.scale_progress()
-        if error:
-            raise OSError(error)
-        if loaded == rows:
-            return
-        time.sleep(0.05)
-
-
-def _cold_rows(memory: Memory, ids: np.ndarray[Any, np.dtype[np.int64]]) -> float:
-    """Unique random rows per second through the engine, gathered as packed rows.
+def cold_rows(memory: Memory, ids: NDArray[np.int64]) -> ColdRun:
+    """Unique random rows through the engine, gathered as packed rows.
 
     In blocks, the next one read while this one is gathered: as the server and the embedded client do it.
     """
-    begin = time.perf_counter()
+    before, begin = cpu_seconds(), time.perf_counter()
     ahead: deque[_core.Batch] = deque()
     for block in np.split(ids.reshape(-1, 1), BLOCKS_PER_RUN):
-        ahead.append(memory.engine.submit([(LAYER, block)]))
+        ahead.append(memory.engine.submit([(tables.LAYER, block)]))
         if len(ahead) > 1:
-            _gather(ahead.popleft())
-    _gather(ahead.popleft())
-    return len(ids) / (time.perf_counter() - begin)
+            _gather(ahead.popleft(), len(block))
+    _gather(ahead.popleft(), len(block))
+    seconds = time.perf_counter() - begin
+    return ColdRun(len(ids) / seconds, (cpu_seconds() - before) / len(ids))
 
 
-def _gather(batch: _core.Batch) -> None:
-    rows = ROWS_PER_RUN // BLOCKS_PER_RUN
+def cpu_seconds() -> float:
+    """User and system time of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def speed(name: str, what: str, pairs: Comparison, bar: Bar | None = None) -> Result:
+    """Rows per second beside reads per second."""
+    rates, iops = [one.rows_per_s for one in pairs.ours], [one.iops for one in pairs.theirs]
+    return Result(
+        name=name,
+        what=what,
+        value=statistics.median(rates),
+        unit="rows/s",
+        reference=statistics.median(iops),
+        reference_name=pairs.fio_name,
+        ratio=median_ratio(rates, iops),
+        bar=bar,
+    )
+
+
+def cpu_time(name: str, what: str, pairs: Comparison, bar: Bar) -> Result:
+    """CPU time per row beside that per read."""
+    ours, theirs = [one.cpu_s_per_row for one in pairs.ours], [one.cpu_s_per_read for one in pairs.theirs]
+    return Result(
+        name=name,
+        what=what,
+        value=statistics.median(ours) * 1e6,
+        unit="µs",
+        reference=statistics.median(theirs) * 1e6,
+        reference_name="fio's, per read",
+        ratio=median_ratio(ours, theirs),
+        bar=bar,
+    )
+
+
+def _gather(batch: _core.Batch, rows: int) -> None:
     batch.wait()
     batch.gather(0, rows, _core.Format.PACKED)
     if batch.stats[:5] != (rows, rows, 0, 0, rows):
         raise AssertionError("these rows were not read cold, one read each")
-
-
-def _fio(plane: PlaneRef, rows: int, **options: Any) -> float:
-    """Reads per second of fio at random offsets of the plane."""
-    begin = plane.offset // 4096 * 4096
-    job = {
-        "name": "rival", "filename": plane.path, "readonly": None, "rw": "randread", "norandommap": None,
-        "randrepeat": 0, "offset": begin, "size": rows * plane.stride // 4096 * 4096,
-        "time_based": None, "runtime": FIO_SECONDS, "ramp_time": "200ms", "group_reporting": None,
-        "output-format": "json", **options,
-    }  # fmt: skip
-    arguments = [f"--{key}" if value is None else f"--{key}={value}" for key, value in job.items()]
-    done = subprocess.run(["fio", *arguments], capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["iops"])
-
-
-def _memmap(table: TableRef, ids: np.ndarray[Any, np.dtype[np.int64]]) -> float:
-    """Code rows per second by NumPy's fancy indexing of a mapping, page cache emptied first."""
-    _drop_pages(table.codes.path)
-    codes = np.memmap(
-        table.codes.path, np.uint8, "r", offset=table.codes.offset, shape=(table.rows, table.codes.stride)
-    )
-    begin = time.perf_counter()
-    rows = codes[ids]
-    elapsed = time.perf_counter() - begin
-    return len(rows) / elapsed
-
-
-def _pread64(table: TableRef) -> float:
-    """Code rows per second by 64 threads of buffered pread, page cache emptied first."""
-    _drop_pages(table.codes.path)
-    return _fio(
-        table.codes, table.rows, bs=table.codes.stride, ioengine="psync", direct=0, numjobs=64, thread=None
-    )
-
-
-def _drop_pages(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-if __name__ == "__main__":
-    for result in run():
-        print(
-            f"{result['name']}: {result['value']:,.0f} {result['unit']}, {result['reference_name']} "
-            f"{result['reference']:,.0f}, ratio {result['ratio']:.3f}"
-        )

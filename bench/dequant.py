@@ -1,16 +1,19 @@
-"""How fast packed rows become bf16, beside memcpy into the same buffer.
+"""How fast do packed rows become bf16, beside memcpy into the same buffer?
 
-`python -m bench.dequant` prints every conversion; `run()` returns the one figure of `make bench`.
+`python -m bench.dequant` prints every conversion; `run` gives the one figure of `make bench`.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench import one_core
+from bench.pairs import interleaved, median_ratio
+from bench.result import Result
+from bench.scale import Scale
 from engram_kernels._core import (
     Format,
     RowKind,
@@ -27,30 +30,31 @@ REPLY_BYTES = 1 << 20
 PAIRS = 9
 
 
-def run() -> dict[str, object]:
-    """FP4 to bf16 against memcpy of the same bytes: interleaved pairs on one core, medians."""
+def run(scale: Scale) -> Iterator[Result]:
+    """dequant_vs_memcpy: FP4 to bf16, on one core."""
+    size = scale.pick(OUTPUT_BYTES, REPLY_BYTES)
     with one_core():
-        out = np.ones(OUTPUT_BYTES, dtype=np.uint8)
+        out = np.ones(size, dtype=np.uint8)
         source = np.ones_like(out)
         convert = _conversion(RowKind.FP4, Format.BF16, out)
-        pairs = [(_seconds(convert), _seconds(lambda: np.copyto(out, source))) for _ in range(PAIRS)]
-    convert_s, memcpy_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return {
-        "name": "dequant_vs_memcpy",
-        "value": round(OUTPUT_BYTES / convert_s / 1e9, 3),
-        "unit": "GB/s",
-        "reference": round(OUTPUT_BYTES / memcpy_s / 1e9, 3),
-        "reference_name": "memcpy of the same bytes, 1 thread",
-        "ratio": round(statistics.median(memcpy / convert for convert, memcpy in pairs), 3),
-    }
+        sides = {
+            "ours": lambda _: size / _seconds(convert) / 1e9,
+            "memcpy": lambda _: size / _seconds(lambda: np.copyto(out, source)) / 1e9,
+        }
+        outcomes = interleaved("dequant", scale.pairs, sides)
+    yield Result(
+        name="dequant_vs_memcpy",
+        what=f"FP4 to bf16, one core, {size >> 20} MiB",
+        value=statistics.median(outcomes["ours"]),
+        unit="GB/s",
+        reference=statistics.median(outcomes["memcpy"]),
+        reference_name="`memcpy` of the same bytes",
+        ratio=median_ratio(outcomes["ours"], outcomes["memcpy"]),
+    )
 
 
 def main() -> None:
-    result = run()
-    print(
-        f"FP4 -> bf16 {result['value']} GB/s, memcpy {result['reference']} GB/s, ratio {result['ratio']} "
-        f"({OUTPUT_BYTES >> 20} MiB, median of {PAIRS} interleaved pairs)\n"
-    )
+    """Every conversion, level and two sizes."""
     sizes = (OUTPUT_BYTES, REPLY_BYTES)
     print(f"{'rows':5}{'to':12}{'level':8}" + "".join(f"{size >> 20:17} MiB out" for size in sizes))
     with one_core():

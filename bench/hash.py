@@ -1,22 +1,24 @@
-"""The n-gram hash beside the fastest NumPy form of it: same tokens, same row ids, one core."""
+"""How fast do token ids become row ids, beside the fastest NumPy form of the hash? Same ids, one core."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench import one_core
+from bench.pairs import interleaved, median_ratio
+from bench.result import Result
+from bench.scale import Scale
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
 
 TOKENS = 16_384
-PAIRS = 9
 VOCAB_SIZE = 129_280
 PAD_CLASS = 2
 
@@ -37,25 +39,28 @@ Modulo = Callable[[NDArray[np.uint64], np.uint64, NDArray[np.uint64]], None]
 Hash = Callable[[], NDArray[np.int64]]
 
 
-def run() -> dict[str, Any]:
-    """Rows per second of one sequence without images (NumPy is spared the history rule's special cases)."""
+def run(scale: Scale) -> Iterator[Result]:
+    """hash_vs_numpy, of one sequence without images (NumPy is spared the history rule's special cases)."""
     spec = EngramSpec.from_config(CONFIG)
     rng = np.random.default_rng(0)
     token_map = rng.permutation(np.arange(VOCAB_SIZE, dtype=np.int32) % spec.compressed_vocab_size)
     tokens = rng.integers(0, spec.image_token_id, size=TOKENS, dtype=np.int32)
+    rows = TOKENS * len(spec.layers) * spec.columns
     with one_core():
         native = native_hash(spec, token_map, tokens)
         name, numpy = fastest_numpy(spec, token_map, tokens, expected=native())
-        pairs = [(seconds(native), seconds(numpy)) for _ in range(PAIRS)]
-    rows = TOKENS * len(spec.layers) * spec.columns
-    return {
-        "name": "hash_vs_numpy",
-        "value": rows / statistics.median(ours for ours, _ in pairs),
-        "unit": "rows/s",
-        "reference": rows / statistics.median(theirs for _, theirs in pairs),
-        "reference_name": f"numpy uint64 per column, 1 thread ({name})",
-        "ratio": statistics.median(theirs / ours for ours, theirs in pairs),
-    }
+        sides = {"ours": lambda _: rows / seconds(native), "numpy": lambda _: rows / seconds(numpy)}
+        outcomes = interleaved("hash", scale.pairs, sides)
+    yield Result(
+        name="hash_vs_numpy",
+        what="token ids to row ids, one core",
+        value=statistics.median(outcomes["ours"]),
+        unit="rows/s",
+        reference=statistics.median(outcomes["numpy"]),
+        reference_name="fastest NumPy form",
+        ratio=median_ratio(outcomes["ours"], outcomes["numpy"]),
+        details={"numpy_form": name},
+    )
 
 
 def seconds(hash_once: Hash) -> float:
@@ -153,11 +158,3 @@ def by_division(r: NDArray[np.uint64], prime: np.uint64, out: NDArray[np.uint64]
     np.floor_divide(r, prime, out=out)
     np.multiply(out, prime, out=out)
     np.subtract(r, out, out=out)
-
-
-if __name__ == "__main__":
-    result = run()
-    print(
-        f"{result['name']}: {result['value'] / 1e6:.0f} M {result['unit']}, "
-        f"{result['reference'] / 1e6:.0f} M {result['reference_name']}, ratio {result['ratio']:.2f}"
-    )
