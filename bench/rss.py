@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from bench.pairs import progress
 from bench.result import Bar, Result
 from bench.scale import Scale
 from engram_client import EngramClient
-from engram_server.memory import MemoryOptions
 from engram_server.tables.checkpoint import open_checkpoint
 
 MIB = 1 << 20
@@ -97,8 +95,6 @@ def server(source: Path, cache_bytes: int) -> Iterator[tuple[subprocess.Popen[st
         sys.executable, "-m", "engram_server.cli", "serve", str(source), "--listen", "127.0.0.1:0",
         "--scales", "memory", "--cache-bytes", str(cache_bytes),
     ]  # fmt: skip
-    if not any(field.name == "cache_bytes" for field in fields(MemoryOptions)):
-        command = command[:-2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from bench.fio import PAGE_BYTES, Region
 from bench.scale import Scale
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.spec import EngramSpec
-from engram_server.tables.checkpoint import TableRef, open_checkpoint
+from engram_server.tables.checkpoint import TableRef
 from engram_server.tables.synth import synthesise
 
 LAYER = 1
@@ -35,8 +33,6 @@ def packed_store(scale: Scale) -> Path:
 
     The rows follow from the vocabulary size alone, so its name says which rows it holds.
     """
-    if not _has_stores():
-        return checkpoint(scale)
     store = scale.beside(f"-packed-{scale.vocab_size}.engram")
     if not store.exists():
         convert(checkpoint(scale), store, "--verify", "none")
@@ -53,8 +49,6 @@ def convert(source: Path, store: Path, *options: str, quiet: bool = False) -> No
 
 def open_memory(path: Path, **options: Any) -> Memory:
     """Tables as the server opens them, scales in memory: one read a row. Waits until the scales are there."""
-    known = {field.name for field in fields(MemoryOptions)}
-    options = {name: value for name, value in options.items() if name in known}
     memory = Memory.open(path, MemoryOptions(**{"scales": "memory"} | options))
     try:
         while True:
@@ -81,8 +75,6 @@ def codes_region(table: TableRef) -> Region:
 
 def store_region(store: Path) -> Region:
     """All records of a packed store."""
-    if store.is_dir():
-        return codes_region(next(t for t in open_checkpoint(store).tables if t.layer == LAYER))
     return Region(store, PAGE_BYTES, store.stat().st_size)
 
 
@@ -126,10 +118,3 @@ def unique_blocks(spec: EngramSpec, first: int, count: int) -> NDArray[np.int64]
 def keys_of(spec: EngramSpec, ids: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
     """Ids [n, L, 24] as `Engine.submit` takes them."""
     return [(layer, ids[:, index]) for index, layer in enumerate(spec.layers)]
-
-
-@cache
-def _has_stores() -> bool:
-    """Whether this engram-server knows packed stores yet."""
-    command = [sys.executable, "-m", "engram_server.cli", "convert", "--help"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0

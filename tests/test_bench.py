@@ -40,7 +40,7 @@ def scale(tmp_path_factory: pytest.TempPathFactory) -> Scale:
     return Scale(tmp_path_factory.mktemp("bench") / "data", vocab_size=4_000, quick=True)
 
 
-@pytest.mark.parametrize("name", [name for name in runner.BENCHMARKS if name not in ("warm", "convert")])
+@pytest.mark.parametrize("name", runner.BENCHMARKS)
 def test_benchmark_gives_its_results(name: str, scale: Scale, capsys: pytest.CaptureFixture[str]) -> None:
     results = list(runner.measured(name, scale))
     assert {result.name for result in results} == RESULTS[name]
