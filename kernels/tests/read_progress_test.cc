@@ -103,7 +103,7 @@ TEST_CASE("a file that ends inside the wanted bytes is truncated, and one that e
 TEST_CASE("an error of the disk ends the read with that error") {
   Table table(3);
   ReadProgress progress;
-  progress.start(random_item(table.random), table.file);
+  progress.start(random_read(table.random), table.file);
   CHECK(progress.advance(-EIO, table.file) == Next::failed);
   CHECK(progress.error() == EIO);
 }
@@ -111,7 +111,7 @@ TEST_CASE("an error of the disk ends the read with that error") {
 TEST_CASE("interruptions without end are given up on") {
   Table table(4);
   ReadProgress progress;
-  progress.start(random_item(table.random), table.file);
+  progress.start(random_read(table.random), table.file);
   for (int i = 0; i < kRetriesMax; ++i)
     REQUIRE(progress.advance(-EINTR, table.file) == Next::again);
   CHECK(progress.advance(-EINTR, table.file) == Next::failed);
