@@ -23,6 +23,7 @@ from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
+from engram_server.terms import Terms
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Engram"].full_name
 
@@ -69,12 +70,12 @@ class EngramService:
         """One request, one reply of bounded size."""
         try:
             request = wire.well_formed(received)
-            rows = self._fetcher.admit(request)
+            admission = self._fetcher.admit(request, context.time_remaining())
             try:
-                plan = await self._fetcher.plan(request, rows)
-                return await self._reply(request.request_id, plan)
+                plan = await self._fetcher.plan(request, admission)
+                return await self._reply(request.request_id, plan, admission.terms)
             finally:
-                self._fetcher.release(rows)
+                self._fetcher.release(admission)
         except Exception as error:
             code, text = status_of(error)
         await context.abort(code, text)
@@ -84,7 +85,9 @@ class EngramService:
         self, requests: AsyncIterator[wire.Received], context: Context
     ) -> None:
         """Many requests, their replies in order and in chunks."""
-        stream = ReplyStream(self._fetcher, self._limits, requests, context.write)
+        stream = ReplyStream(
+            self._fetcher, self._limits, requests, context.write, call_left_s=context.time_remaining
+        )
         self._streams.add(stream)
         try:
             with suppress(ClientGoneError):
@@ -101,7 +104,7 @@ class EngramService:
         """After the last call."""
         self._fetcher.close()
 
-    async def _reply(self, request_id: int, plan: Plan) -> pb.LookupReply:
+    async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> pb.LookupReply:
         if plan.shape.payload_bytes > self._limits.unary_reply_bytes:
             raise InvalidRequestError(
                 f"the answer has {plan.shape.payload_bytes} bytes, over the "
@@ -110,9 +113,9 @@ class EngramService:
         parts: list[bytes] = []
         totals = wire.NO_STATS
         for block in plan.blocks:
-            batch = await self._fetcher.submit(block, patient=bool(parts))
-            await self._fetcher.rows_read(batch)
-            parts.append(await self._fetcher.gather(batch, block, 0, block.positions, plan.shape.format))
+            batch = await self._fetcher.submit(block, terms, patient=bool(parts))
+            await self._fetcher.rows_read(batch, terms)
+            parts.append(await self._fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
             totals = wire.add_stats(totals, batch.stats)
         parts.extend(wire.inverse_bytes(plan))
         return pb.LookupReply(
@@ -120,5 +123,5 @@ class EngramService:
             shape=wire.shape_message(plan),
             payload=parts[0] if len(parts) == 1 else b"".join(parts),
             mask=wire.mask_bytes(plan.request),
-            stats=wire.stats_message(plan.request, totals),
+            stats=wire.stats_message(plan, totals),
         )

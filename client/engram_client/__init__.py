@@ -28,7 +28,7 @@ from engram_client._errors import (
     ServerError,
     UnavailableError,
 )
-from engram_client._result import Format, Lookup, Stats, to_torch
+from engram_client._result import Format, Lane, Lookup, Stats, to_torch
 from engram_client._sync import EngramClient
 from engram_client._sync_stream import LookupStream, PendingLookup
 
@@ -47,6 +47,7 @@ __all__ = [
     "EngramMemory",
     "Format",
     "InvalidRequestError",
+    "Lane",
     "Limits",
     "Lookup",
     "LookupStream",

@@ -59,6 +59,8 @@ class ServerLimits:
     request_rows: int
     stream_requests: int
     concurrent_rpcs: int
+    decode_rows: int
+    prefetch_rows: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
             request_rows=limits.request_rows,
             stream_requests=limits.stream_requests,
             concurrent_rpcs=limits.concurrent_rpcs,
+            decode_rows=limits.decode_rows,
+            prefetch_rows=limits.prefetch_rows,
         ),
         backend=reply.backend.name,
         backend_reason=reply.backend.reason,

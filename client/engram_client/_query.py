@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engram_client._errors import InvalidRequestError
-from engram_client._result import Format
+from engram_client._result import Format, Lane
 
 R = TypeVar("R")
 
 _FORMATS: tuple[str, ...] = get_args(Format)
+_LANES: tuple[str, ...] = get_args(Lane)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,7 @@ class Query:
     format: Format
     unique: bool
     pin: Mapping[int, bytes] | None
+    lane: Lane
 
 
 class LookupMethods(ABC, Generic[R]):
@@ -72,6 +74,8 @@ class LookupMethods(ABC, Generic[R]):
         Answer each distinct row of a layer once, with an index; see `Lookup.unique`.
     pin
         Table digests by layer: MismatchError unless the tables have them.
+    lane
+        Whose reads go first, see `Lane`.
     timeout
         Seconds, retries included; None = `Timeouts.request_s`.
 
@@ -92,6 +96,7 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of the token ids [T] of one sequence: values [T, L, C, W].
@@ -107,6 +112,7 @@ class LookupMethods(ABC, Generic[R]):
             format=format,
             unique=unique,
             pin=pin,
+            lane=lane,
             timeout=timeout,
         )
 
@@ -120,6 +126,7 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of several sequences of token ids, one after another along T; `histories` has one for each."""
@@ -134,7 +141,9 @@ class LookupMethods(ABC, Generic[R]):
             )
         )
         wanted = None if layers is None else _layers(layers)
-        return self._run(Query(keys, wanted, _columns(columns), _format(format), unique, _pin(pin)), timeout)
+        return self._run(
+            Query(keys, wanted, _columns(columns), _format(format), unique, _pin(pin), _lane(lane)), timeout
+        )
 
     def lookup_blocks(
         self,
@@ -144,6 +153,7 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows by id, as an engine's own hash gave them: {layer: ids [T, 24]} -> values [T, L, C, W].
@@ -152,7 +162,8 @@ class LookupMethods(ABC, Generic[R]):
         """
         keys = BlockKeys({layer: _ids(ids, f"row ids of layer {layer}", 2) for layer, ids in blocks.items()})
         return self._run(
-            Query(keys, _layers(blocks), _columns(columns), _format(format), unique, _pin(pin)), timeout
+            Query(keys, _layers(blocks), _columns(columns), _format(format), unique, _pin(pin), _lane(lane)),
+            timeout,
         )
 
     def lookup_rows(
@@ -163,17 +174,24 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of one layer by id: ids [n] int32 or int64, -1 = zero row -> values [n, W]."""
         keys = RowKeys(_layers([layer])[0], _ids(ids, f"row ids of layer {layer}", 1))
-        return self._run(Query(keys, None, None, _format(format), unique, _pin(pin)), timeout)
+        return self._run(Query(keys, None, None, _format(format), unique, _pin(pin), _lane(lane)), timeout)
 
 
 def _format(format: str) -> Format:
     if format not in _FORMATS:
         raise InvalidRequestError(f"format is {format!r}; expected one of {', '.join(_FORMATS)}")
     return format  # type: ignore[return-value]
+
+
+def _lane(lane: str) -> Lane:
+    if lane not in _LANES:
+        raise InvalidRequestError(f"lane is {lane!r}; expected one of {', '.join(_LANES)}")
+    return lane  # type: ignore[return-value]
 
 
 def _layers(layers: Sequence[int] | Mapping[int, Any]) -> tuple[int, ...]:
