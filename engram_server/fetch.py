@@ -15,9 +15,9 @@ from functools import partial
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
-from engram_server import lookup, wire
+from engram_server import lookup, prefetch, wire
 from engram_server.limits import Limits
-from engram_server.lookup import Block, InvalidRequestError, Plan
+from engram_server.lookup import Block, InvalidRequestError, Plan, Request
 from engram_server.memory import Memory
 from engram_server.terms import DeadlinePassedError, Terms
 
@@ -78,6 +78,13 @@ class Fetcher:
     async def plan(self, message: pb.LookupRequest, admission: Admission) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
         plan = partial(_plan, message, self._memory, self._limits.block_bytes)
+        return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+
+    async def plan_prefetch(
+        self, message: pb.LookupRequest, admission: Admission
+    ) -> tuple[Request, tuple[Block, ...]]:
+        """The same for a request whose rows are only to be read."""
+        plan = partial(_plan_prefetch, message, self._memory)
         return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
 
     async def submit(self, block: Block, terms: Terms, *, patient: bool) -> _core.Batch:
@@ -161,3 +168,8 @@ class Completions:
 
 def _plan(message: pb.LookupRequest, memory: Memory, block_bytes: int) -> Plan:
     return lookup.plan(memory, wire.request_from(message, memory), block_bytes)
+
+
+def _plan_prefetch(message: pb.LookupRequest, memory: Memory) -> tuple[Request, tuple[Block, ...]]:
+    request = wire.request_from(message, memory)
+    return request, lookup.prefetch_blocks(memory, request, prefetch.BLOCK_BYTES)

@@ -27,6 +27,10 @@ class Limits:
     is for the decode lane alone."""
     decode_rows: int = 128 * 48
     """A request of at most so many rows that names no lane goes to the decode lane: 128 tokens of both layers."""
+    prefetch_rows: int = 4 * 65_536 * 48
+    """Rows that Prefetch may have queued, all clients together; ids alone, 8 bytes a row."""
+    prefetches: int = 256
+    """Prefetches queued, all clients together."""
     block_bytes: int = BLOCK_BYTES
     """Packed rows of a request that are fetched as one batch."""
     stream_requests: int = 4
@@ -53,6 +57,10 @@ class Limits:
             raise ValueError(
                 f"pending_rows ({self.pending_rows}), an eighth of which is for the decode lane, leaves less "
                 f"than request_rows ({self.request_rows})"
+            )
+        if self.prefetch_rows < self.request_rows:
+            raise ValueError(
+                f"prefetch_rows ({self.prefetch_rows}) is under request_rows ({self.request_rows})"
             )
 
     @property

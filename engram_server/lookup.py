@@ -16,7 +16,7 @@ them are wanted. A list of ids goes as groups of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -354,6 +354,12 @@ def plan(memory: Memory, request: Request, block_bytes: int = BLOCK_BYTES) -> Pl
         first = _first_appearances(index)
         unique_blocks.extend(_unique_blocks(request, layer, ids, first, block_rows, row_bytes))
     return Plan(request, _shape(request, row_bytes, tuple(counts)), tuple(unique_blocks), tuple(inverse))
+
+
+def prefetch_blocks(memory: Memory, request: Request, block_bytes: int) -> tuple[Block, ...]:
+    """The request cut for reading alone, whatever form its answer was to have."""
+    plain = replace(request, unique=False, format=_core.Format.FP32)
+    return plan(memory, plain, block_bytes).blocks
 
 
 def _blocks(request: Request, block_rows: int, row_bytes: int) -> Iterator[Block]:

@@ -41,6 +41,16 @@ class MemoryOptions:
     """0 = the backend's default."""
     budget_bytes: int = 1 << 30
     """Packed rows and ids that all requests in flight may hold together."""
+    cache_bytes: int = 2 << 30
+    """Of the row cache, which keeps packed rows by row group; 0 = none."""
+    bulk_depth: int = 0
+    """Reads in flight of lanes other than decode; 0 = the reader's default."""
+    resident: bool = False
+    """Load every table whole into memory, and read no disk afterwards."""
+    replicas: tuple[Path, ...] = ()
+    """Equal copies of the checkpoint on other drives; reads go to the least loaded."""
+    hot_set: Path | None = None
+    """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,18 @@ class TableState:
     row_bytes: int
     digest: bytes
     """See EngramSpec.table_digest."""
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The row cache, now; see CacheInfo in engram.proto."""
+
+    capacity_bytes: int
+    used_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    joined: int = 0
+    evictions: int = 0
 
 
 @dataclass
@@ -93,7 +115,7 @@ class Memory:
         """
         options = options or MemoryOptions()
         checkpoint = open_checkpoint(path)
-        scales = decide_scales(options.scales, checkpoint.scale_bytes)
+        scales = decide_scales(options.scales, checkpoint.scale_bytes, claims=_claims(options))
         tokenizer = find_tokenizer(checkpoint.root, options.tokenizer, checkpoint.spec)
         token_map = load_token_map(tokenizer, checkpoint.spec) if tokenizer else None
         reader = _core.Reader(
@@ -103,7 +125,9 @@ class Memory:
             threads=options.io_threads,
         )
         _warn_of(reader)
-        engine = _core.Engine(reader, _engine_tables(checkpoint), budget_bytes=options.budget_bytes)
+        engine = _core.Engine(
+            reader, _engine_tables(checkpoint), options.budget_bytes, cache_bytes=options.cache_bytes
+        )
         try:
             # Digests first: their reads prove every plane, and the scale loads would compete with them.
             tables = {
@@ -134,6 +158,10 @@ class Memory:
         rows = sum(rows for _, rows, _ in progress)
         return loaded, rows, next((error for _, _, error in progress if error), "")
 
+    def cache_state(self) -> CacheState:
+        """How full the row cache is and how well it serves, all zero without one."""
+        return CacheState(self.options.cache_bytes)
+
     def close(self) -> None:
         """Wait for reads in flight and stop the native threads."""
         self.engine.close()
@@ -144,6 +172,11 @@ class Memory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _claims(options: MemoryOptions) -> dict[str, int]:
+    """Memory the options ask for beside the scales, in bytes, by the option that asks."""
+    return {"--cache-bytes": options.cache_bytes, "--budget-bytes": options.budget_bytes}
 
 
 def _warn_of(reader: _core.Reader) -> None:

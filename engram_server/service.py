@@ -1,4 +1,4 @@
-"""The gRPC service: Describe, Lookup and LookupStream of engram.proto.
+"""The gRPC service: Describe, Lookup, LookupStream and Prefetch of engram.proto.
 
 A request becomes a `Plan` (wire.py, lookup.py), its blocks are fetched (fetch.py), and their bytes go out.
 Whatever goes wrong fails that request alone, with a status that tells the caller what to do (status.py).
@@ -21,9 +21,10 @@ from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
+from engram_server.prefetch import Prefetcher
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
-from engram_server.terms import Terms
+from engram_server.terms import Terms, UnsupportedError
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Engram"].full_name
 
@@ -38,6 +39,7 @@ class EngramService:
         self._memory = memory
         self._limits = limits
         self._fetcher = Fetcher(memory, limits, on_truncated)
+        self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
         self._server_id = secrets.token_hex(16)
         self._streams: WeakSet[ReplyStream] = WeakSet()
 
@@ -58,6 +60,11 @@ class EngramService:
                 self.LookupStream,
                 request_deserializer=wire.parse_request,
                 response_serializer=pb.LookupChunk.SerializeToString,
+            ),
+            "Prefetch": grpc.unary_unary_rpc_method_handler(
+                self.Prefetch,
+                request_deserializer=wire.parse_request,
+                response_serializer=pb.PrefetchReply.SerializeToString,
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
@@ -95,6 +102,31 @@ class EngramService:
         except DrainingError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
+    async def Prefetch(self, received: wire.Received, context: Context) -> pb.PrefetchReply:  # noqa: N802
+        """Queue a request's rows for the cache; they are read after this has answered."""
+        try:
+            message = wire.well_formed(received)
+            if not self._memory.options.cache_bytes:
+                raise UnsupportedError(
+                    "there is no row cache here to fetch rows into: start the server with --cache-bytes"
+                )
+            admission = self._fetcher.admit(message)
+            try:
+                request, blocks = await self._fetcher.plan_prefetch(message, admission)
+            finally:
+                self._fetcher.release(admission)
+            self._prefetcher.start(blocks, admission.terms.deadline)
+            return pb.PrefetchReply(
+                request_id=message.request_id,
+                rows=request.rows,
+                groups=request.groups,
+                queued_rows=self._prefetcher.queued_rows,
+            )
+        except Exception as error:
+            code, text = status_of(error)
+        await context.abort(code, text)
+        raise AssertionError("abort raises")
+
     def drain(self) -> None:
         """End every stream as soon as the requests it has taken are replied to."""
         for stream in self._streams:
@@ -102,6 +134,7 @@ class EngramService:
 
     def close(self) -> None:
         """After the last call."""
+        self._prefetcher.close()
         self._fetcher.close()
 
     async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> pb.LookupReply:

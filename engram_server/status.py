@@ -8,7 +8,7 @@ import grpc
 
 from engram_kernels import _core
 from engram_server.lookup import InvalidRequestError, MismatchError
-from engram_server.terms import DeadlinePassedError
+from engram_server.terms import DeadlinePassedError, UnsupportedError
 
 log = logging.getLogger("engram_server")
 
@@ -24,6 +24,7 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     DATA_LOSS            a row cannot be read; other rows can
     RESOURCE_EXHAUSTED   come back a little later
     DEADLINE_EXCEEDED    the time the caller allowed is over
+    UNIMPLEMENTED        this server is set up without it
     INTERNAL             a fault of ours, logged with its traceback
     """
     code, text = _code_and_text(error)
@@ -41,6 +42,8 @@ def _code_and_text(error: Exception) -> tuple[grpc.StatusCode, str]:
             return grpc.StatusCode.DATA_LOSS, str(error)
         case _core.OverloadedError():
             return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        case UnsupportedError():
+            return grpc.StatusCode.UNIMPLEMENTED, str(error)
         case DeadlinePassedError():
             return grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
     log.error("lookup failed by a fault of the server", exc_info=error)

@@ -12,6 +12,10 @@ class DeadlinePassedError(Exception):
     """Nobody waits for the answer any more."""
 
 
+class UnsupportedError(Exception):
+    """What is asked for is switched off here."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """Urgency of one request."""

@@ -274,11 +274,13 @@ def describe(memory: Memory, limits: Limits, server_id: str) -> pb.DescribeReply
             stream_requests=limits.stream_requests,
             concurrent_rpcs=limits.concurrent_rpcs,
             decode_rows=limits.decode_rows,
+            prefetch_rows=limits.prefetch_rows,
         ),
         backend=pb.BackendInfo(
             name=memory.reader.backend, reason=memory.reader.reason, fallback=memory.reader.fallback
         ),
         scales_reason=memory.scale_decision.reason,
+        cache=pb.CacheInfo(**vars(memory.cache_state())),
     )
 
 
