@@ -14,7 +14,7 @@ from engram_client._description import PROTOCOL_VERSION, Description
 from engram_client._errors import InvalidRequestError, ProtocolError, from_number
 from engram_client._proto import engram_pb2 as pb
 from engram_client._query import BlockKeys, Query, RowKeys, TokenKeys
-from engram_client._result import Lookup, Stats, view_rows
+from engram_client._result import Lookup, Prefetched, Stats, view_rows
 
 _FORMATS = {
     "packed": pb.FORMAT_PACKED,
@@ -156,9 +156,10 @@ def request_message(
 
 
 def _timeout_ms(timeout_s: float | None) -> int:
-    """0 = none: for times that no field of 32 bits holds as well."""
-    milliseconds = 0 if timeout_s is None else math.ceil(timeout_s * 1000)
-    return milliseconds if milliseconds <= _TIMEOUT_MS_MAX else 0
+    """0 = none, which is near enough for what the field's 32 bits cannot hold: 49 days."""
+    if timeout_s is None or timeout_s * 1000 > _TIMEOUT_MS_MAX:
+        return 0
+    return max(1, math.ceil(timeout_s * 1000))
 
 
 def _pins(query: Query, description: Description) -> pb.Pins:
@@ -280,6 +281,11 @@ def stats_from(stats: pb.LookupStats) -> Stats:
         read_bytes=stats.read_bytes,
         groups=stats.groups,
     )
+
+
+def prefetched_from(reply: pb.PrefetchReply) -> Prefetched:
+    """As plain data."""
+    return Prefetched(reply.rows, reply.groups, reply.queued_rows)
 
 
 def build_result(

@@ -64,6 +64,20 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class CacheFacts:
+    """The row cache when it was asked; counts are of distinct row groups, since the start of the server."""
+
+    capacity_bytes: int
+    """0 = there is none."""
+    used_bytes: int
+    hits: int
+    misses: int
+    joined: int
+    """Neither hits nor misses: another request was reading them."""
+    evictions: int
+
+
+@dataclass(frozen=True)
 class Description:
     """What one server serves. Digests are raw bytes; `.hex()` prints them."""
 
@@ -83,6 +97,7 @@ class Description:
     backend_fallback: bool
     """True when a better backend was refused by the system."""
     scales_reason: str
+    cache: CacheFacts
 
     def identity(self) -> dict[str, bytes]:
         """Everything that must be equal for two servers to answer alike, by name."""
@@ -133,6 +148,14 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
         backend_reason=reply.backend.reason,
         backend_fallback=reply.backend.fallback,
         scales_reason=reply.scales_reason,
+        cache=CacheFacts(
+            capacity_bytes=reply.cache.capacity_bytes,
+            used_bytes=reply.cache.used_bytes,
+            hits=reply.cache.hits,
+            misses=reply.cache.misses,
+            joined=reply.cache.joined,
+            evictions=reply.cache.evictions,
+        ),
     )
 
 

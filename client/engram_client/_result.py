@@ -44,6 +44,18 @@ class Stats:
     """Distinct row groups (the 8 rows of one n-gram in one layer), counted as `distinct` is; a lone row is one."""
 
 
+@dataclass(frozen=True)
+class Prefetched:
+    """What one prefetch queued for the row cache."""
+
+    rows: int
+    """Its rows, duplicates and what is in the cache already included."""
+    groups: int
+    """Row groups they belong to, duplicates included."""
+    queued_rows: int
+    """Rows in the queue now, those of earlier prefetches included."""
+
+
 @dataclass(frozen=True, eq=False)
 class Lookup:
     """The rows of one request.
