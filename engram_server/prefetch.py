@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engram_kernels import _core
@@ -103,7 +103,7 @@ class Prefetcher:
                     return
                 job = self._jobs[0]
             try:
-                self._read(job)
+                read_into_cache(self._engine, job.blocks, job.terms, self._closed)
             except DeadlinePassedError:
                 log.debug("a prefetch of %d rows was given up at its deadline", job.rows)
             except _core.OverloadedError as error:
@@ -114,32 +114,42 @@ class Prefetcher:
                 self._jobs.popleft()
                 self._rows -= job.rows
 
-    def _read(self, job: Job) -> None:
-        under_way: deque[_core.Batch] = deque()
-        for block in job.blocks:
-            if len(under_way) == _BLOCKS_AHEAD:
-                self._finish(under_way.popleft())
-            if self._closed.is_set():
-                return
-            under_way.append(self._submit(block, job.terms))
-        while under_way:
-            self._finish(under_way.popleft())
 
-    def _submit(self, block: Block, terms: Terms) -> _core.Batch:
-        give_up = time.monotonic() + _BUDGET_WAIT_S
-        while True:
-            try:
-                return block.submit(self._engine, terms)
-            except _core.OverloadedError:
-                if self._closed.wait(_POLL_S) or time.monotonic() >= give_up:
-                    raise
+def read_into_cache(
+    engine: _core.Engine, blocks: Iterable[Block], terms: Terms, stop: threading.Event
+) -> None:
+    """Read blocks, a few at a time, and drop their rows: what stays is in the cache. `stop` ends it early.
 
-    def _finish(self, batch: _core.Batch) -> None:
-        while not batch.wait(_POLL_S):
-            if self._closed.is_set():
-                return  # and drop the batch, which gives its reads up
+    Rows that cannot be read are logged. Raises DeadlinePassedError, and OverloadedError when the engine had no
+    room for a block in half a minute.
+    """
+    under_way: deque[_core.Batch] = deque()
+    for block in blocks:
+        if len(under_way) == _BLOCKS_AHEAD:
+            _finish(under_way.popleft(), stop)
+        if stop.is_set():
+            return
+        under_way.append(_submit(engine, block, terms, stop))
+    while under_way:
+        _finish(under_way.popleft(), stop)
+
+
+def _submit(engine: _core.Engine, block: Block, terms: Terms, stop: threading.Event) -> _core.Batch:
+    give_up = time.monotonic() + _BUDGET_WAIT_S
+    while True:
         try:
-            batch.check()
-        except _core.RowError as error:
-            if error.error not in (errno.ECANCELED, errno.ETIMEDOUT):
-                log.warning("prefetching: %s", error)
+            return block.submit(engine, terms)
+        except _core.OverloadedError:
+            if stop.wait(_POLL_S) or time.monotonic() >= give_up:
+                raise
+
+
+def _finish(batch: _core.Batch, stop: threading.Event) -> None:
+    while not batch.wait(_POLL_S):
+        if stop.is_set():
+            return  # and drop the batch, which gives its reads up
+    try:
+        batch.check()
+    except _core.RowError as error:
+        if error.error not in (errno.ECANCELED, errno.ETIMEDOUT):
+            log.warning("prefetching: %s", error)

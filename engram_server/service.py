@@ -106,7 +106,7 @@ class EngramService:
         """Queue a request's rows for the cache; they are read after this has answered."""
         try:
             message = wire.well_formed(received)
-            if not self._memory.options.cache_bytes:
+            if not self._memory.has_cache:
                 raise UnsupportedError(
                     "there is no row cache here to fetch rows into: start the server with --cache-bytes"
                 )

@@ -23,13 +23,16 @@ from engram_client._errors import (
     InvalidRequestError,
     MismatchError,
     OverloadedError,
+    UnsupportedError,
 )
-from engram_client._query import BlockKeys, LookupMethods, Query, RowKeys, TokenKeys
-from engram_client._result import Lookup, Stats
+from engram_client._query import BlockKeys, LookupMethods, PrefetchMethods, Query, RowKeys, TokenKeys
+from engram_client._result import Lookup, Prefetched, Stats
 from engram_kernels import _core
 from engram_server import limits as server_limits
-from engram_server import lookup, wire
+from engram_server import lookup, prefetch, wire
+from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.memory import Memory, MemoryOptions
+from engram_server.prefetch import Prefetcher
 from engram_server.terms import DeadlinePassedError, Terms, lane_by_size
 
 _FORMATS = {name: format for format, name in lookup.FORMAT_NAMES.items()}
@@ -38,7 +41,7 @@ _LIMITS = server_limits.Limits()
 _BUDGET_POLL_S = 0.005
 
 
-class EngramMemory(LookupMethods[Lookup]):
+class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
     """Looks rows up in a checkpoint on this machine; every method of `EngramClient`, without a server.
 
     Safe to share between threads; not usable in a forked child. Without `timeout=` a lookup takes the time it
@@ -53,6 +56,11 @@ class EngramMemory(LookupMethods[Lookup]):
         self._memory = memory
         self._limits = limits or Limits()
         self._id = secrets.token_hex(16)
+        self._prefetcher = Prefetcher(memory.engine, _LIMITS.prefetch_rows, _LIMITS.prefetches)
+        hot_set = memory.options.hot_set
+        self._hot_set = None if hot_set is None else HotSetKeeper(memory, hot_set)
+        if self._hot_set is not None:
+            self._hot_set.start()
         self._description = self.describe()
 
     @classmethod
@@ -60,11 +68,17 @@ class EngramMemory(LookupMethods[Lookup]):
         """Open a checkpoint directory or one shard.
 
         options: those of `engram-server serve` that concern reading, by the names and defaults of
-        engram_server.memory.MemoryOptions: backend, scales, tokenizer, io_depth, io_threads, budget_bytes.
+        engram_server.memory.MemoryOptions: backend, scales, tokenizer, io_depth, io_threads, bulk_depth,
+        budget_bytes, cache_bytes, resident, replicas, hot_set.
 
         Raises what Memory.open raises: ValueError for files that cannot be served, OSError, RuntimeError.
         """
-        return cls(Memory.open(Path(path), MemoryOptions(**options)))
+        memory = Memory.open(Path(path), MemoryOptions(**options))
+        try:
+            return cls(memory)
+        except BaseException:
+            memory.close()
+            raise
 
     def describe(self) -> Description:
         """What is open, now; as EngramClient.describe."""
@@ -72,7 +86,10 @@ class EngramMemory(LookupMethods[Lookup]):
         return description_from(reply, "this process")
 
     def close(self) -> None:
-        """Wait for reads in flight and close the tables."""
+        """Wait for reads in flight, save the hot set, if there is to be one, and close the tables."""
+        if self._hot_set is not None:
+            self._hot_set.close()
+        self._prefetcher.close()
         self._memory.close()
 
     def __enter__(self) -> Self:
@@ -91,6 +108,16 @@ class EngramMemory(LookupMethods[Lookup]):
             payload = np.empty(plan.shape.payload_bytes, dtype=np.uint8)
             stats = self._fill(payload, plan, terms)
         return build_result(expected, payload, plan.shape.unique_rows, plan.request.mask, stats)
+
+    def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> Prefetched:
+        expect(query, self._description, self._limits)
+        if not self._memory.has_cache:
+            raise UnsupportedError("there is no row cache to fetch rows into: open with cache_bytes")
+        with _client_errors():
+            request = _request(self._memory, query)
+            blocks = lookup.prefetch_blocks(self._memory, request, prefetch.BLOCK_BYTES)
+            self._prefetcher.start(blocks, None if give_up_s is None else time.monotonic() + give_up_s)
+        return Prefetched(request.rows, request.groups, self._prefetcher.queued_rows)
 
     def _fill(self, payload: NDArray[np.uint8], plan: lookup.Plan, terms: Terms) -> Stats:
         """Rows straight into their final place, block by block, the next one read meanwhile."""
