@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,6 +135,29 @@ def _serve(options: argparse.Namespace) -> int:
     )
 
 
+def _warm(options: argparse.Namespace) -> int:
+    from engram_server.memory import Memory, MemoryOptions
+    from engram_server.tokens import TokenMapError, find_tokenizer
+    from engram_server.warm import warm
+
+    reading = MemoryOptions(tokenizer=options.tokenizer, scales="disk", cache_bytes=0)
+    with Memory.open(options.path, reading) as memory:
+        tokenizer = find_tokenizer(memory.checkpoint.root, options.tokenizer, memory.spec)
+        if tokenizer is None:
+            raise TokenMapError(f"{options.path} has no tokenizer.json: give one with --tokenizer FILE")
+        report = warm(memory, tokenizer, options.corpus, options.output, options.limit_bytes)
+    print(
+        f"{options.output}: {report.groups:,} row groups for {100 * report.share:.1f} % of what "
+        f"{report.tokens:,} tokens of {report.files:,} files ask for"
+    )
+    if report.forgotten_below > 1:
+        print(
+            f"  counted in bounded memory: n-grams seen less than {report.forgotten_below} times between two "
+            "clearances were forgotten"
+        )
+    return 0
+
+
 def _lookup(options: argparse.Namespace) -> int:
     from engram_server import lookup_command
 
@@ -166,7 +190,12 @@ def _memory_options(options: argparse.Namespace) -> Any:
         tokenizer=options.tokenizer,
         io_depth=options.io_depth,
         io_threads=options.io_threads,
+        bulk_depth=options.bulk_depth,
         budget_bytes=options.budget_bytes,
+        cache_bytes=options.cache_bytes,
+        resident=options.resident,
+        replicas=tuple(options.replica),
+        hot_set=options.hot_set,
     )
 
 
@@ -195,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(command)
     _add_hash(command)
     _add_serve(command)
+    _add_warm(command)
     _add_lookup(command)
     _add_doctor(command)
     return parser
@@ -283,8 +313,39 @@ def _add_serve(command: Callable[..., Any]) -> None:
     sub.add_argument(
         "--grace-s", type=float, default=10.0, metavar="S", help="time for calls under way at the end (10)"
     )
+    sub.add_argument(
+        "--hot-set",
+        type=Path,
+        metavar="FILE",
+        help="bring the row groups it names into the cache after the start, in the background; it is saved again "
+        "every ten minutes and at the end, from what the cache holds then",
+    )
     _add_tokenizer(sub)
-    _add_reading(sub)
+    _add_reading(sub, cache_bytes=2 << 30)
+
+
+_WARM = """\
+Counts which row groups a corpus asks for and writes the most frequent ones to a hot set, for `serve --hot-set`.
+CORPUS is text files, .npy files of int32 token ids, or folders of both. Works in bounded memory at any size: when
+there are too many different n-grams, the rarest are forgotten.
+
+  engram-server warm /models/DeepSeek-V4.1-Flash /data/prompts --output hot.set
+  engram-server serve /models/DeepSeek-V4.1-Flash --hot-set hot.set"""
+
+
+def _add_warm(command: Callable[..., Any]) -> None:
+    sub = command("warm", _warm, "write a hot set from a corpus", _WARM)
+    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument("corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids or folders")
+    sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="the hot set to write")
+    sub.add_argument(
+        "--limit-bytes",
+        type=_size,
+        default=2 << 30,
+        metavar="SIZE",
+        help="rows that the groups may have together: what the cache will hold (2GiB)",
+    )
+    _add_tokenizer(sub)
 
 
 _LOOKUP = """\
@@ -312,7 +373,8 @@ def _add_lookup(command: Callable[..., Any]) -> None:
     sub.add_argument("--output", type=Path, metavar="FILE.npy", help="write the rows here")
     sub.add_argument("--json", action="store_true", help="print JSON; with the rows unless --output is given")
     _add_tokenizer(sub)
-    _add_reading(sub, "for a checkpoint TARGET")
+    _add_reading(sub, "for a checkpoint TARGET", cache_bytes=0)
+    sub.set_defaults(hot_set=None)
 
 
 def _add_doctor(command: Callable[..., Any]) -> None:
@@ -348,7 +410,7 @@ def _add_tokenizer(sub: Any) -> None:
     )
 
 
-def _add_reading(sub: Any, when: str = "") -> None:
+def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
     group = sub.add_argument_group("reading" + (f" ({when})" if when else ""))
     group.add_argument(
         "--backend",
@@ -367,7 +429,14 @@ def _add_reading(sub: Any, when: str = "") -> None:
         type=_positive,
         default=64,
         metavar="N",
-        help="reads in flight (64); `doctor` measures which number pays",
+        help="reads in flight on each device (64); `doctor` measures which number pays",
+    )
+    group.add_argument(
+        "--bulk-depth",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="of these, what bulk requests may hold, so that decode steps find room (three quarters)",
     )
     group.add_argument(
         "--io-threads",
@@ -378,10 +447,30 @@ def _add_reading(sub: Any, when: str = "") -> None:
     )
     group.add_argument(
         "--budget-bytes",
-        type=_positive,
+        type=_size,
         default=1 << 30,
-        metavar="N",
-        help="memory for rows of all requests in flight (1 GiB); more is refused as overload",
+        metavar="SIZE",
+        help="memory for rows of all requests in flight (1GiB); more is refused as overload",
+    )
+    group.add_argument(
+        "--cache-bytes",
+        type=_size,
+        default=cache_bytes,
+        metavar="SIZE",
+        help=f"memory for rows that were read, kept by row group; 0: no cache ({cache_bytes >> 30}GiB)",
+    )
+    group.add_argument(
+        "--resident",
+        action="store_true",
+        help="load every table whole into memory, in the background, and read no disk afterwards",
+    )
+    group.add_argument(
+        "--replica",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="an equal copy on another drive, to share the reads; may be given several times",
     )
 
 
@@ -396,6 +485,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,15}) ?([KMGT]iB|)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 0")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _layer_rows(text: str) -> tuple[int, list[int]]:

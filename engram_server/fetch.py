@@ -7,22 +7,34 @@ the native calls run without the GIL.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
-from engram_server import lookup, wire
+from engram_server import lookup, prefetch, wire
 from engram_server.limits import Limits
-from engram_server.lookup import Block, InvalidRequestError, Plan
+from engram_server.lookup import Block, InvalidRequestError, Plan, Request
 from engram_server.memory import Memory
+from engram_server.terms import DeadlinePassedError, Terms
 
 _SMALL_ROWS = 16 * 1024
 """Hashing or submitting so many rows takes about a millisecond: no longer than other requests may wait for it."""
 _SMALL_BYTES = 1 << 20
 """The same for gathering."""
 _BUDGET_POLL_S = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Admission:
+    """A request that is being worked on."""
+
+    rows: int
+    """Counted against Limits.pending_rows."""
+    terms: Terms
 
 
 class Fetcher:
@@ -36,9 +48,10 @@ class Fetcher:
         self._completions = Completions(memory.engine)
         self._pending_rows = 0
 
-    def admit(self, message: pb.LookupRequest) -> int:
-        """Count a request in before any work is done for it; returns its rows, which `release` takes.
+    def admit(self, message: pb.LookupRequest, call_left_s: float | None = None) -> Admission:
+        """Count a request in before any work is done for it; `release` what is returned.
 
+        call_left_s: seconds until the deadline of the call it came with, None = there is none.
         Raises InvalidRequestError when it alone asks for too much, OverloadedError when all together do.
         """
         rows = wire.rows_of(message, self._memory, self._limits.request_rows)
@@ -46,54 +59,74 @@ class Fetcher:
             raise InvalidRequestError(
                 f"the request asks for {rows} rows, over the limit of {self._limits.request_rows}: split it"
             )
-        if self._pending_rows + rows > self._limits.pending_rows:
+        terms = wire.terms_of(message, rows, self._limits.decode_rows, call_left_s)
+        limit = self._limits.pending_rows
+        if terms.lane is not _core.Lane.DECODE:
+            limit -= self._limits.decode_reserve_rows
+        if self._pending_rows + rows > limit:
             raise _core.OverloadedError(
-                f"{self._pending_rows} rows are being worked on; {rows} more would pass the limit of "
-                f"{self._limits.pending_rows}"
+                f"{self._pending_rows} rows are being worked on; {rows} more would pass the limit of {limit} "
+                f"in the lane {terms.lane.name.lower()}"
             )
         self._pending_rows += rows
-        return rows
+        return Admission(rows, terms)
 
-    def release(self, rows: int) -> None:
+    def release(self, admission: Admission) -> None:
         """A request that was admitted is over."""
-        self._pending_rows -= rows
+        self._pending_rows -= admission.rows
 
-    async def plan(self, message: pb.LookupRequest, rows: int) -> Plan:
+    async def plan(self, message: pb.LookupRequest, admission: Admission) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
         plan = partial(_plan, message, self._memory, self._limits.block_bytes)
-        return plan() if rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+        return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
 
-    async def submit(self, block: Block, *, patient: bool) -> _core.Batch:
+    async def plan_prefetch(
+        self, message: pb.LookupRequest, admission: Admission
+    ) -> tuple[Request, tuple[Block, ...]]:
+        """The same for a request whose rows are only to be read."""
+        plan = partial(_plan_prefetch, message, self._memory)
+        return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+
+    async def submit(self, block: Block, terms: Terms, *, patient: bool) -> _core.Batch:
         """Start reading a block.
 
         A full engine is an OverloadedError: at once, or when `patient` after Limits.budget_wait_s, since a
-        request that has begun is worth finishing.
+        request that has begun is worth finishing. Raises DeadlinePassedError.
         """
         give_up = time.monotonic() + (self._limits.budget_wait_s if patient else 0.0)
         while True:
             try:
-                submit = partial(self._memory.engine.submit, block.keys, notify=True)
+                submit = partial(block.submit, self._memory.engine, terms, notify=True)
                 return submit() if block.rows <= _SMALL_ROWS else await asyncio.to_thread(submit)
             except _core.OverloadedError:
                 if time.monotonic() >= give_up:
                     raise
             await asyncio.sleep(_BUDGET_POLL_S)
 
-    async def rows_read(self, batch: _core.Batch) -> None:
-        """Wait until every read of a batch has ended, well or badly."""
-        await self._completions.wait(batch)
+    async def rows_read(self, batch: _core.Batch, terms: Terms) -> None:
+        """Wait until every read of a batch has ended, well or badly. Raises DeadlinePassedError."""
+        if batch.done:
+            return
+        try:
+            async with asyncio.timeout(terms.left_s()):
+                await self._completions.wait(batch)
+        except TimeoutError:
+            raise DeadlinePassedError("the rows were not read in the time allowed") from None
 
     async def gather(
-        self, batch: _core.Batch, block: Block, first: int, count: int, format: _core.Format
+        self, batch: _core.Batch, block: Block, first: int, count: int, format: _core.Format, terms: Terms
     ) -> bytes:
-        """Payload of some positions of a block whose rows were read. Raises RowError if one was not."""
+        """Payload of some items of a block whose reads have ended. Raises RowError if one failed,
+        DeadlinePassedError if it was given up."""
         try:
-            gather = partial(batch.gather, first, count, format)
-            small = count * block.position_bytes <= _SMALL_BYTES
+            gather = partial(block.payload, batch, first, count, format)
+            small = count * block.item_bytes <= _SMALL_BYTES
             return gather() if small else await asyncio.to_thread(gather)
         except _core.RowError as error:
             if error.error == _core.ERROR_TRUNCATED:
                 self._on_truncated(str(error))
+            if error.error == errno.ETIMEDOUT:
+                terms.left_s()  # raises, unless it was the device that took too long
             raise
 
     def close(self) -> None:
@@ -135,3 +168,8 @@ class Completions:
 
 def _plan(message: pb.LookupRequest, memory: Memory, block_bytes: int) -> Plan:
     return lookup.plan(memory, wire.request_from(message, memory), block_bytes)
+
+
+def _plan_prefetch(message: pb.LookupRequest, memory: Memory) -> tuple[Request, tuple[Block, ...]]:
+    request = wire.request_from(message, memory)
+    return request, lookup.prefetch_blocks(memory, request, prefetch.BLOCK_BYTES)

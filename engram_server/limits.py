@@ -23,7 +23,14 @@ class Limits:
     request_rows: int = 65_536 * 48 * 2
     """Rows one request may ask for: 131,072 tokens of both layers."""
     pending_rows: int = 16 * 65_536 * 48
-    """Rows that all requests being worked on may ask for together; each holds 8 bytes of row id."""
+    """Rows that all requests being worked on may ask for together; each holds 8 bytes of row id. The last eighth
+    is for the decode lane alone."""
+    decode_rows: int = 128 * 48
+    """A request of at most so many rows that names no lane goes to the decode lane: 128 tokens of both layers."""
+    prefetch_rows: int = 4 * 65_536 * 48
+    """Rows that Prefetch may have queued, all clients together; ids alone, 8 bytes a row."""
+    prefetches: int = 256
+    """Prefetches queued, all clients together."""
     block_bytes: int = BLOCK_BYTES
     """Packed rows of a request that are fetched as one batch."""
     stream_requests: int = 4
@@ -46,7 +53,17 @@ class Limits:
             raise ValueError(
                 f"chunk_bytes ({self.chunk_bytes}) is over unary_reply_bytes ({self.unary_reply_bytes})"
             )
-        if self.pending_rows < self.request_rows:
+        if self.pending_rows - self.decode_reserve_rows < self.request_rows:
             raise ValueError(
-                f"pending_rows ({self.pending_rows}) is under request_rows ({self.request_rows})"
+                f"pending_rows ({self.pending_rows}), an eighth of which is for the decode lane, leaves less "
+                f"than request_rows ({self.request_rows})"
             )
+        if self.prefetch_rows < self.request_rows:
+            raise ValueError(
+                f"prefetch_rows ({self.prefetch_rows}) is under request_rows ({self.request_rows})"
+            )
+
+    @property
+    def decode_reserve_rows(self) -> int:
+        """Of pending_rows, what no bulk request may take."""
+        return self.pending_rows // 8

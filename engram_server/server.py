@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
+from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.service import SERVICE_NAME, EngramService
@@ -30,7 +31,7 @@ log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
-_SCALE_POLL_S = 0.2
+_LOAD_POLL_S = 0.2
 _UDS_PATH_BYTES_MAX = 107
 """sun_path of sockaddr_un, without its closing zero."""
 
@@ -63,13 +64,17 @@ def serve(options: ServeOptions) -> int:
     Prints one line to stdout when ready. Raises ServeError, and what Memory.open raises.
     """
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
-    with Memory.open(options.path, options.memory) as memory:
-        asyncio.run(_serve(options, memory))
+    with Memory.open(options.path, options.memory) as memory, ExitStack() as closing:
+        keeper = None
+        if options.memory.hot_set is not None:
+            keeper = HotSetKeeper(memory, options.memory.hot_set)
+            closing.callback(keeper.close)
+        asyncio.run(_serve(options, memory, keeper))
     log.info("stopped")
     return 0
 
 
-async def _serve(options: ServeOptions, memory: Memory) -> None:
+async def _serve(options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None) -> None:
     stop = _stop_signals()
     with ExitStack() as closing:
         server = grpc.aio.server(
@@ -89,8 +94,10 @@ async def _serve(options: ServeOptions, memory: Memory) -> None:
         await server.start()
         await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
         print(_ready_line(options, memory, addresses), flush=True)
-        loading = asyncio.create_task(_log_scale_loading(memory))
+        loading = asyncio.create_task(_log_loading(memory))
         closing.callback(loading.cancel)
+        if keeper is not None:
+            keeper.start()
 
         await stop.wait()
         log.info("draining: calls under way have %.0f s to finish", options.grace_s)
@@ -114,23 +121,24 @@ def _stop_signals() -> asyncio.Event:
     return stop
 
 
-async def _log_scale_loading(memory: Memory) -> None:
-    """Say how far the scales are, each quarter of the way, and how it ended."""
-    if memory.scale_decision.mode != "memory":
+async def _log_loading(memory: Memory) -> None:
+    """Say how far tables or scales are on their way into memory, each tenth of it, and how it ended."""
+    what = memory.loads
+    if not what:
         return
-    began, quarter = time.monotonic(), 1
+    began, tenth = time.monotonic(), 1
     while True:
-        loaded, rows, error = memory.scale_progress()
+        loaded, rows, error = memory.load_progress()
         if error:
-            log.error("scales stay on disk, two reads a row, from %.0f %% on: %s", 100 * loaded / rows, error)
+            log.error("%s stay on disk from %.0f %% on: %s", what, 100 * loaded / rows, error)
             return
         if loaded == rows:
-            log.info("scales are in memory after %.1f s: one read a row", time.monotonic() - began)
+            log.info("%s are in memory after %.1f s", what, time.monotonic() - began)
             return
-        if loaded * 4 >= rows * quarter:
-            log.info("scales: %.0f %% in memory", 100 * loaded / rows)
-            quarter = loaded * 4 // rows + 1
-        await asyncio.sleep(_SCALE_POLL_S)
+        if loaded * 10 >= rows * tenth:
+            log.info("%s: %.0f %% in memory", what, 100 * loaded / rows)
+            tenth = loaded * 10 // rows + 1
+        await asyncio.sleep(_LOAD_POLL_S)
 
 
 async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
@@ -248,7 +256,10 @@ def _ready_line(options: ServeOptions, memory: Memory, addresses: list[str]) -> 
         for layer, table in memory.tables.items()
     )
     reader, scales = memory.reader, memory.scale_decision
+    cache_bytes = memory.cache_state().capacity_bytes
+    kept = f"cache {cache_bytes / (1 << 20):,.0f} MiB" if cache_bytes else "no cache"
     return (
         f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
-        f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason})"
+        f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
+        + ("tables load into memory" if memory.options.resident else kept)
     )

@@ -1,4 +1,4 @@
-"""The gRPC service: Describe, Lookup and LookupStream of engram.proto.
+"""The gRPC service: Describe, Lookup, LookupStream and Prefetch of engram.proto.
 
 A request becomes a `Plan` (wire.py, lookup.py), its blocks are fetched (fetch.py), and their bytes go out.
 Whatever goes wrong fails that request alone, with a status that tells the caller what to do (status.py).
@@ -21,8 +21,10 @@ from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
+from engram_server.prefetch import Prefetcher
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
+from engram_server.terms import Terms, UnsupportedError
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Engram"].full_name
 
@@ -37,6 +39,7 @@ class EngramService:
         self._memory = memory
         self._limits = limits
         self._fetcher = Fetcher(memory, limits, on_truncated)
+        self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
         self._server_id = secrets.token_hex(16)
         self._streams: WeakSet[ReplyStream] = WeakSet()
 
@@ -58,6 +61,11 @@ class EngramService:
                 request_deserializer=wire.parse_request,
                 response_serializer=pb.LookupChunk.SerializeToString,
             ),
+            "Prefetch": grpc.unary_unary_rpc_method_handler(
+                self.Prefetch,
+                request_deserializer=wire.parse_request,
+                response_serializer=pb.PrefetchReply.SerializeToString,
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -69,12 +77,12 @@ class EngramService:
         """One request, one reply of bounded size."""
         try:
             request = wire.well_formed(received)
-            rows = self._fetcher.admit(request)
+            admission = self._fetcher.admit(request, context.time_remaining())
             try:
-                plan = await self._fetcher.plan(request, rows)
-                return await self._reply(request.request_id, plan)
+                plan = await self._fetcher.plan(request, admission)
+                return await self._reply(request.request_id, plan, admission.terms)
             finally:
-                self._fetcher.release(rows)
+                self._fetcher.release(admission)
         except Exception as error:
             code, text = status_of(error)
         await context.abort(code, text)
@@ -84,13 +92,40 @@ class EngramService:
         self, requests: AsyncIterator[wire.Received], context: Context
     ) -> None:
         """Many requests, their replies in order and in chunks."""
-        stream = ReplyStream(self._fetcher, self._limits, requests, context.write)
+        stream = ReplyStream(
+            self._fetcher, self._limits, requests, context.write, call_left_s=context.time_remaining
+        )
         self._streams.add(stream)
         try:
             with suppress(ClientGoneError):
                 await stream.run()
         except DrainingError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def Prefetch(self, received: wire.Received, context: Context) -> pb.PrefetchReply:  # noqa: N802
+        """Queue a request's rows for the cache; they are read after this has answered."""
+        try:
+            message = wire.well_formed(received)
+            if not self._memory.has_cache:
+                raise UnsupportedError(
+                    "there is no row cache here to fetch rows into: start the server with --cache-bytes"
+                )
+            admission = self._fetcher.admit(message)
+            try:
+                request, blocks = await self._fetcher.plan_prefetch(message, admission)
+            finally:
+                self._fetcher.release(admission)
+            self._prefetcher.start(blocks, admission.terms.deadline)
+            return pb.PrefetchReply(
+                request_id=message.request_id,
+                rows=request.rows,
+                groups=request.groups,
+                queued_rows=self._prefetcher.queued_rows,
+            )
+        except Exception as error:
+            code, text = status_of(error)
+        await context.abort(code, text)
+        raise AssertionError("abort raises")
 
     def drain(self) -> None:
         """End every stream as soon as the requests it has taken are replied to."""
@@ -99,9 +134,10 @@ class EngramService:
 
     def close(self) -> None:
         """After the last call."""
+        self._prefetcher.close()
         self._fetcher.close()
 
-    async def _reply(self, request_id: int, plan: Plan) -> pb.LookupReply:
+    async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> pb.LookupReply:
         if plan.shape.payload_bytes > self._limits.unary_reply_bytes:
             raise InvalidRequestError(
                 f"the answer has {plan.shape.payload_bytes} bytes, over the "
@@ -110,9 +146,9 @@ class EngramService:
         parts: list[bytes] = []
         totals = wire.NO_STATS
         for block in plan.blocks:
-            batch = await self._fetcher.submit(block, patient=bool(parts))
-            await self._fetcher.rows_read(batch)
-            parts.append(await self._fetcher.gather(batch, block, 0, block.positions, plan.shape.format))
+            batch = await self._fetcher.submit(block, terms, patient=bool(parts))
+            await self._fetcher.rows_read(batch, terms)
+            parts.append(await self._fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
             totals = wire.add_stats(totals, batch.stats)
         parts.extend(wire.inverse_bytes(plan))
         return pb.LookupReply(
@@ -120,5 +156,5 @@ class EngramService:
             shape=wire.shape_message(plan),
             payload=parts[0] if len(parts) == 1 else b"".join(parts),
             mask=wire.mask_bytes(plan.request),
-            stats=wire.stats_message(plan.request, totals),
+            stats=wire.stats_message(plan, totals),
         )

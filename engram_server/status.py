@@ -8,6 +8,7 @@ import grpc
 
 from engram_kernels import _core
 from engram_server.lookup import InvalidRequestError, MismatchError
+from engram_server.terms import DeadlinePassedError, UnsupportedError
 
 log = logging.getLogger("engram_server")
 
@@ -22,6 +23,8 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     FAILED_PRECONDITION  this is not the server the request is for
     DATA_LOSS            a row cannot be read; other rows can
     RESOURCE_EXHAUSTED   come back a little later
+    DEADLINE_EXCEEDED    the time the caller allowed is over
+    UNIMPLEMENTED        this server is set up without it
     INTERNAL             a fault of ours, logged with its traceback
     """
     code, text = _code_and_text(error)
@@ -39,5 +42,9 @@ def _code_and_text(error: Exception) -> tuple[grpc.StatusCode, str]:
             return grpc.StatusCode.DATA_LOSS, str(error)
         case _core.OverloadedError():
             return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        case UnsupportedError():
+            return grpc.StatusCode.UNIMPLEMENTED, str(error)
+        case DeadlinePassedError():
+            return grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
     log.error("lookup failed by a fault of the server", exc_info=error)
     return grpc.StatusCode.INTERNAL, f"a fault of the server, see its log: {type(error).__name__}: {error}"

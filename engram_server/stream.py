@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server import wire
-from engram_server.fetch import Fetcher
+from engram_server.fetch import Admission, Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import Plan
 from engram_server.status import status_of
+from engram_server.terms import Terms
 
 _BLOCKS_AHEAD = 2
 """Blocks of one request in memory: one is sent while the next is read."""
@@ -28,11 +29,16 @@ class Answer:
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
-        self.rows = 0
-        """Admitted."""
+        self.admission: Admission | None = None
         self._room = asyncio.Semaphore(_BLOCKS_AHEAD)
         self._abandoned = False
         self._steps: asyncio.Queue[Plan | _core.Batch | Exception] = asyncio.Queue()
+
+    @property
+    def terms(self) -> Terms:
+        """Once there is a plan."""
+        assert self.admission is not None
+        return self.admission.terms
 
     def put(self, step: Plan | _core.Batch | Exception) -> None:
         """From the reader: the plan, then a batch for each of its blocks; or an error, which ends it."""
@@ -91,17 +97,19 @@ class ReplyStream:
         limits: Limits,
         requests: AsyncIterator[wire.Received],
         write: Callable[[pb.LookupChunk], Awaitable[None]],
+        call_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
-        exception, when the client is gone."""
+        exception, when the client is gone. call_left_s: seconds until the deadline of the call, None = none."""
         self._fetcher = fetcher
         self._chunk_bytes = limits.chunk_bytes
         self._requests = requests
         self._transport_write = write
+        self._call_left_s = call_left_s
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._unsent = 0
-        self._admitted_rows = 0
+        self._admitted: set[Admission] = set()
         self._reader: asyncio.Task[None] | None = None
         self._waits_for_request = False
         self._draining = False
@@ -116,7 +124,7 @@ class ReplyStream:
         try:
             while (answer := await self._answers.get()) is not None:
                 await self._send(answer)
-                self._release(answer.rows)
+                self._release(answer.admission)
                 self._unsent -= 1
                 self._slots.release()
             if self._draining:
@@ -128,7 +136,8 @@ class ReplyStream:
             # that circle, or the rows stay until the garbage collector happens to run.
             del reader
             self._reader = None
-            self._release(self._admitted_rows)
+            for admission in tuple(self._admitted):
+                self._release(admission)
 
     def drain(self) -> None:
         """Take no more requests. What the client has sent and got no reply to, it may send to another server."""
@@ -159,15 +168,16 @@ class ReplyStream:
 
     async def _begin(self, answer: Answer, received: wire.Received) -> None:
         request = wire.well_formed(received)
-        answer.rows = self._fetcher.admit(request)
-        self._admitted_rows += answer.rows
-        plan = await self._fetcher.plan(request, answer.rows)
+        admission = answer.admission = self._fetcher.admit(request, self._call_left_s())
+        self._admitted.add(admission)
+        plan = await self._fetcher.plan(request, admission)
         answer.put(plan)
         for index, block in enumerate(plan.blocks):
             if not await answer.wait_for_room():
                 return
             # A full engine refuses a new request, unless it is this stream's own replies that fill it.
-            answer.put(await self._fetcher.submit(block, patient=index > 0 or self._unsent > 1))
+            patient = index > 0 or self._unsent > 1
+            answer.put(await self._fetcher.submit(block, admission.terms, patient=patient))
 
     async def _write(self, chunk: pb.LookupChunk) -> None:
         try:
@@ -188,13 +198,14 @@ class ReplyStream:
 
     async def _reply(self, answer: Answer) -> None:
         plan = await answer.plan()
+        terms, format = answer.terms, plan.shape.format
         sender = _ChunkSender(self._write, answer.request_id, plan)
         for block in plan.blocks:
             batch = await answer.batch()
-            await self._fetcher.rows_read(batch)
+            await self._fetcher.rows_read(batch, terms)
             sender.add_stats(batch.stats)
             for first, count in block.spans(self._chunk_bytes):
-                await sender.send(await self._fetcher.gather(batch, block, first, count, plan.shape.format))
+                await sender.send(await self._fetcher.gather(batch, block, first, count, format, terms))
             del batch  # and with it its rows, before the reader may submit another block
             answer.block_sent()
         for inverse in wire.inverse_bytes(plan):
@@ -202,9 +213,10 @@ class ReplyStream:
                 await sender.send(inverse[first : first + self._chunk_bytes])
         await sender.end()
 
-    def _release(self, rows: int) -> None:
-        self._admitted_rows -= rows
-        self._fetcher.release(rows)
+    def _release(self, admission: Admission | None) -> None:
+        if admission is not None:
+            self._admitted.remove(admission)
+            self._fetcher.release(admission)
 
 
 class _ChunkSender:
@@ -215,7 +227,7 @@ class _ChunkSender:
         self, write: Callable[[pb.LookupChunk], Awaitable[None]], request_id: int, plan: Plan
     ) -> None:
         self._write = write
-        self._request = plan.request
+        self._plan = plan
         self._totals = wire.NO_STATS
         self._left = plan.shape.payload_bytes
         self._chunk = pb.LookupChunk(
@@ -234,6 +246,6 @@ class _ChunkSender:
 
     async def end(self) -> None:
         assert self._left == 0
-        self._chunk.stats.CopyFrom(wire.stats_message(self._request, self._totals))
+        self._chunk.stats.CopyFrom(wire.stats_message(self._plan, self._totals))
         self._chunk.last = True
         await self._write(self._chunk)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,10 +131,22 @@ def ngram_hash(spec: EngramSpec, token_map: TokenMap) -> _core.NgramHash:
     )
 
 
+class Encoder:
+    """Text -> token ids, without special tokens added."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        """Raises TokenMapError when the file is not a tokenizer."""
+        self._tokenizer = _parse(tokenizer, _read(tokenizer))
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on several threads."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+
 def encode(tokenizer: Path, text: str) -> list[int]:
-    """Token ids of a text, without special tokens added. Raises TokenMapError."""
-    ids: list[int] = _parse(tokenizer, _read(tokenizer)).encode(text, add_special_tokens=False).ids
-    return ids
+    """Token ids of one text, without special tokens added. Raises TokenMapError."""
+    return Encoder(tokenizer).encode_all([text])[0]
 
 
 # ------------------------------------------------------------------------------------------ the rule

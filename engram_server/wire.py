@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from engram_server import lookup
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, MismatchError, Plan, Request
 from engram_server.memory import Memory
+from engram_server.terms import Terms, lane_by_size
 
 PROTOCOL_VERSION = 1
 
@@ -29,6 +31,11 @@ _FORMAT_NUMBERS: dict[_core.Format, pb.Format] = {
 _FORMATS: dict[int, _core.Format] = {
     pb.FORMAT_UNSPECIFIED: _core.Format.PACKED,
     **{number: format for format, number in _FORMAT_NUMBERS.items()},
+}
+_LANES = {
+    pb.LANE_DECODE: _core.Lane.DECODE,
+    pb.LANE_PREFILL: _core.Lane.PREFILL,
+    pb.LANE_PREFETCH: _core.Lane.PREFETCH,
 }
 _PINS_MAX = 1_024
 """Tables a request may pin: more than any model has, few enough to look at between two other requests."""
@@ -90,6 +97,19 @@ def rows_of(message: pb.LookupRequest, memory: Memory, at_most: int) -> int:
         case "rows":
             return len(message.rows.ids) // max(4, message.rows.id_bytes)
     raise InvalidRequestError("the request names no rows: set tokens, blocks or rows")
+
+
+def terms_of(
+    message: pb.LookupRequest, rows: int, decode_rows: int, call_left_s: float | None = None
+) -> Terms:
+    """The terms of a request read now, of so many rows. Raises InvalidRequestError for a lane that is none."""
+    if message.lane != pb.LANE_UNSPECIFIED and message.lane not in _LANES:
+        raise InvalidRequestError(f"lane {message.lane} is not one of {pb.Lane.keys()[1:]}")
+    lane = _LANES[message.lane] if message.lane in _LANES else lane_by_size(rows, decode_rows)
+    limits_s = [] if call_left_s is None else [call_left_s]
+    if message.timeout_ms:
+        limits_s.append(message.timeout_ms / 1000)
+    return Terms(lane, time.monotonic() + min(limits_s) if limits_s else None)
 
 
 def request_from(message: pb.LookupRequest, memory: Memory) -> Request:
@@ -202,19 +222,20 @@ def add_stats(a: BatchStats, b: BatchStats) -> BatchStats:
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6])
 
 
-def stats_message(request: Request, totals: BatchStats) -> pb.LookupStats:
+def stats_message(plan: Plan, totals: BatchStats) -> pb.LookupStats:
     """`totals` sums Batch.stats over the batches of one request.
 
     `rows` counts the keys of the request, also where only its distinct rows were submitted.
     """
-    _, distinct, cached, joined, reads, read_bytes, _ = totals
+    _, distinct, cached, joined, reads, read_bytes, groups = totals
     return pb.LookupStats(
-        rows=request.rows,
-        distinct=distinct,
+        rows=plan.request.rows,
+        distinct=sum(plan.shape.unique_rows) if plan.request.unique else distinct,
         cached=cached,
         joined=joined,
         reads=reads,
         read_bytes=read_bytes,
+        groups=groups,
     )
 
 
@@ -252,11 +273,14 @@ def describe(memory: Memory, limits: Limits, server_id: str) -> pb.DescribeReply
             request_rows=limits.request_rows,
             stream_requests=limits.stream_requests,
             concurrent_rpcs=limits.concurrent_rpcs,
+            decode_rows=limits.decode_rows,
+            prefetch_rows=limits.prefetch_rows,
         ),
         backend=pb.BackendInfo(
             name=memory.reader.backend, reason=memory.reader.reason, fallback=memory.reader.fallback
         ),
         scales_reason=memory.scale_decision.reason,
+        cache=pb.CacheInfo(**vars(memory.cache_state())),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from oracles.facts import FACTS, nested_config
 from support.faulty_fs import faulty_fs
+from support.serving import until
 from support.truth import Truth, same
 
 Result = subprocess.CompletedProcess[str]
@@ -65,7 +66,7 @@ def sha256(numbers: list[Any]) -> str:
 
 def test_help_teaches_every_command() -> None:
     text = done("--help")
-    for command in ("synth", "inspect", "hash", "serve", "lookup", "doctor"):
+    for command in ("synth", "inspect", "hash", "serve", "warm", "lookup", "doctor"):
         assert f"    {command} " in text
         assert "PATH" in done(command, "--help") or command == "synth"
     assert re.fullmatch(r"engram-server \d+\.\d+\.\d+\n", done("--version"))
@@ -220,3 +221,42 @@ def test_a_disk_that_fails_when_tables_are_opened_is_a_sentence(fp4_checkpoint: 
             sentence = refused(name, tmp_path / "mnt", *options, "--tokenizer", tokenizer)
             assert "a test read of" in sentence
             assert "could not be read: Input/output error" in sentence
+
+
+def test_a_corpus_warms_a_server(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    hot = tmp_path / "hot.set"
+    said = done("warm", fp4_checkpoint, tmp_path / "corpus", "--output", hot, "--limit-bytes", "1MiB")
+    assert "row groups for 100.0 % of what" in said
+    arguments = ("--listen", "127.0.0.1:0", "--cache-bytes", "64MiB", "--hot-set", hot)
+    with served(fp4_checkpoint, *arguments) as (line, _):
+        assert re.search(r"cache 6\d MiB$", line.rstrip())
+        (target,) = re.findall(r" on (\S+): layer", line)
+        text = (
+            "lookup",
+            target,
+            "--text",
+            "The quick brown fox",
+            "--json",
+            "--output",
+            tmp_path / "rows.npy",
+        )
+        until(lambda: json.loads(done(*text))["stats"]["reads"] == 0)
+
+
+def test_sizes_are_numbers_with_a_unit_or_none(fp4_checkpoint: Path) -> None:
+    for size in ("2GB", "-1", "1.5GiB", "much", ""):
+        result = engram_server("lookup", fp4_checkpoint, "--rows", "1:0", f"--cache-bytes={size}")
+        assert result.returncode == 2
+        assert "is not a size such as 2GiB, 512MiB or 0" in result.stderr
+    for size in ("0", "67108864", "64MiB", "65536 KiB"):
+        done("lookup", fp4_checkpoint, "--rows", "1:0", f"--cache-bytes={size}")
+
+
+def test_what_memory_cannot_hold_is_refused_at_the_start(fp4_checkpoint: Path) -> None:
+    sentence = refused("serve", fp4_checkpoint, "--cache-bytes", "900000GiB", "--listen", "127.0.0.1:0")
+    assert (
+        "--cache-bytes (900000.00 GiB) and --budget-bytes (1.00 GiB) take 900001.00 GiB of memory" in sentence
+    )
+    assert len(sentence.splitlines()) == 1

@@ -28,11 +28,30 @@ def test_what_was_asked_for_is_done_or_refused() -> None:
     assert decide_scales("memory", 6 * GIB, 100 * GIB).reason == "asked for"
     cramped = decide_scales("memory", 6 * GIB, 6 * GIB)
     assert cramped.mode == "memory"
-    assert "less than 1.00 GiB" in cramped.reason
+    assert "less than 0.50 GiB" in cramped.reason
     with pytest.raises(TableError, match="scales can be auto, memory, disk; not 'dsik'"):
         decide_scales("dsik", 6 * GIB, 100 * GIB)  # type: ignore[arg-type]
-    with pytest.raises(TableError, match=r"take 6\.00 GiB, but there are 5\.99 GiB available"):
+    with pytest.raises(TableError, match=r"take 6\.00 GiB of memory, but there are 5\.99 GiB available"):
         decide_scales("memory", 6 * GIB, 6 * GIB - 8_000_000)
+
+
+def test_cache_and_budget_come_before_scales_and_all_of_it_must_fit() -> None:
+    claims = {"--cache-bytes": 2 * GIB, "--budget-bytes": GIB}
+    enough = 9 * GIB + HEADROOM_BYTES
+    assert decide_scales("auto", 6 * GIB, enough, claims).mode == "memory"
+    over = decide_scales("auto", 6 * GIB, enough - 1, claims)
+    assert over.mode == "disk"
+    assert "beside --cache-bytes (2.00 GiB) and --budget-bytes (1.00 GiB)" in over.reason
+    assert decide_scales("memory", 6 * GIB, 9 * GIB, claims).mode == "memory"
+    with pytest.raises(
+        TableError,
+        match=r"--cache-bytes \(2\.00 GiB\) and --budget-bytes \(1\.00 GiB\) and --scales memory \(6\.00 GiB\) "
+        r"take 9\.00 GiB of memory, but there are 8\.99 GiB available \(as given\): lower one, or raise",
+    ):
+        decide_scales("memory", 6 * GIB, 9 * GIB - 8_000_000, claims)
+    for mode in ("auto", "disk"):
+        with pytest.raises(TableError, match=r"take 3\.00 GiB of memory, but there are 2\.99 GiB"):
+            decide_scales(mode, 6 * GIB, 3 * GIB - 8_000_000, claims)  # type: ignore[arg-type]
 
 
 class Machine:

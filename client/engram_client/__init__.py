@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engram_client._aio import AsyncEngramClient
 from engram_client._aio_stream import AsyncLookupStream
 from engram_client._config import NO_RETRY, Limits, Retry, Timeouts
-from engram_client._description import Description, ModelFacts, ServerLimits, TableFacts
+from engram_client._description import CacheFacts, Description, ModelFacts, ServerLimits, TableFacts
 from engram_client._errors import (
     DataLossError,
     DeadlineError,
@@ -27,8 +27,9 @@ from engram_client._errors import (
     ProtocolError,
     ServerError,
     UnavailableError,
+    UnsupportedError,
 )
-from engram_client._result import Format, Lookup, Stats, to_torch
+from engram_client._result import Format, Lane, Lookup, Prefetched, Stats, to_torch
 from engram_client._sync import EngramClient
 from engram_client._sync_stream import LookupStream, PendingLookup
 
@@ -39,6 +40,7 @@ __all__ = [
     "NO_RETRY",
     "AsyncEngramClient",
     "AsyncLookupStream",
+    "CacheFacts",
     "DataLossError",
     "DeadlineError",
     "Description",
@@ -47,6 +49,7 @@ __all__ = [
     "EngramMemory",
     "Format",
     "InvalidRequestError",
+    "Lane",
     "Limits",
     "Lookup",
     "LookupStream",
@@ -54,6 +57,7 @@ __all__ = [
     "ModelFacts",
     "OverloadedError",
     "PendingLookup",
+    "Prefetched",
     "ProtocolError",
     "Retry",
     "ServerError",
@@ -62,6 +66,7 @@ __all__ = [
     "TableFacts",
     "Timeouts",
     "UnavailableError",
+    "UnsupportedError",
     "to_torch",
 ]
 

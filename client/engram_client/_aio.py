@@ -9,12 +9,14 @@ from engram_client._aio_pool import AsyncPool
 from engram_client._aio_stream import AsyncLookupStream
 from engram_client._config import Limits, Retry, Timeouts
 from engram_client._description import Description
-from engram_client._query import LookupMethods, Query
-from engram_client._result import Lookup
+from engram_client._query import LookupMethods, PrefetchMethods, Query
+from engram_client._result import Lookup, Prefetched
 from engram_client._targets import DEFAULT_TARGET, parse_targets
 
 
-class AsyncEngramClient(LookupMethods[Coroutine[Any, Any, Lookup]]):
+class AsyncEngramClient(
+    LookupMethods[Coroutine[Any, Any, Lookup]], PrefetchMethods[Coroutine[Any, Any, Prefetched]]
+):
     """Looks rows up at a server; every method of `EngramClient`, awaited.
 
     Belongs to the loop it is first used on. An asynchronous context manager.
@@ -61,4 +63,10 @@ class AsyncEngramClient(LookupMethods[Coroutine[Any, Any, Lookup]]):
         attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
         return await self._pool.run(
             lambda connection: connection.lookup(query, request_id, attempts), attempts
+        )
+
+    async def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> Prefetched:
+        attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
+        return await self._pool.run(
+            lambda connection: connection.prefetch(query, request_id, give_up_s, attempts), attempts
         )

@@ -11,14 +11,14 @@ import grpc
 import grpc.aio
 
 from engram_client._channel import Identity, channel_options
-from engram_client._codec import Assembler, expect, must_stream, request_message
+from engram_client._codec import Assembler, expect, must_stream, prefetched_from, request_message
 from engram_client._config import Limits, Retry, Timeouts
 from engram_client._description import Description, description_from
 from engram_client._errors import DeadlineError, EngramError, ProtocolError, UnavailableError, from_rpc
 from engram_client._proto import engram_pb2 as pb
 from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_client._query import Query
-from engram_client._result import Lookup
+from engram_client._result import Lookup, Prefetched
 from engram_client._retry import Attempts
 
 T = TypeVar("T")
@@ -86,6 +86,18 @@ class AsyncConnection:
         except grpc.RpcError as error:
             raise from_rpc(error, self.target) from error
         raise ProtocolError("the stream ended before the reply did", target=self.target)
+
+    async def prefetch(
+        self, query: Query, request_id: int, give_up_s: float | None, attempts: Attempts
+    ) -> Prefetched:
+        """One try at queueing a query's rows for the server's cache."""
+        description = await self.description(attempts)
+        expect(query, description, self._limits)
+        request = request_message(query, request_id, description, self._limits, give_up_s)
+        try:
+            return prefetched_from(await self._stub.Prefetch(request, timeout=attempts.remaining_s()))
+        except grpc.RpcError as error:
+            raise from_rpc(error, self.target) from error
 
     def open_stream(self, requests: AsyncIterator[pb.LookupRequest]) -> AsyncChunkCall:
         """A stream without a deadline; iterating the call raises grpc.RpcError when it breaks."""

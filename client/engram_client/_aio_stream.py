@@ -77,7 +77,7 @@ class AsyncLookupStream(LookupMethods["asyncio.Task[Lookup]"]):
 
     async def _send(self, query: Query, attempts: Attempts) -> asyncio.Future[Lookup]:
         await self._slots.acquire()
-        flight = _Flight(query)
+        flight = _Flight(query, attempts)
         try:
             line = self._line or await self._open_line(attempts)
             request = flight.request_on(line, self._pool, self._limits)
@@ -195,8 +195,9 @@ async def _open(connection: AsyncConnection, attempts: Attempts) -> _Line:
 class _Flight:
     """A request between sending and its reply."""
 
-    def __init__(self, query: Query) -> None:
+    def __init__(self, query: Query, attempts: Attempts) -> None:
         self.query = query
+        self.attempts = attempts
         self.future: asyncio.Future[Lookup] = asyncio.get_running_loop().create_future()
         self.assembler: Assembler | None = None
 
@@ -205,7 +206,8 @@ class _Flight:
         request_id = pool.next_id()
         expected = expect(self.query, line.description, limits)
         self.assembler = Assembler(expected, request_id, line.target)
-        return request_message(self.query, request_id, line.description, limits)
+        timeout_s = self.attempts.remaining_s()
+        return request_message(self.query, request_id, line.description, limits, timeout_s)
 
     def settle(self, result: Lookup | None, error: EngramError | None) -> None:
         """Tell the waiting task, unless it has given up."""

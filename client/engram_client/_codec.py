@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from engram_client._description import PROTOCOL_VERSION, Description
 from engram_client._errors import InvalidRequestError, ProtocolError, from_number
 from engram_client._proto import engram_pb2 as pb
 from engram_client._query import BlockKeys, Query, RowKeys, TokenKeys
-from engram_client._result import Lookup, Stats, view_rows
+from engram_client._result import Lookup, Prefetched, Stats, view_rows
 
 _FORMATS = {
     "packed": pb.FORMAT_PACKED,
@@ -21,6 +22,13 @@ _FORMATS = {
     "bf16": pb.FORMAT_BF16,
     "fp32": pb.FORMAT_FP32,
 }
+_LANES = {
+    "auto": pb.LANE_UNSPECIFIED,
+    "decode": pb.LANE_DECODE,
+    "prefill": pb.LANE_PREFILL,
+    "prefetch": pb.LANE_PREFETCH,
+}
+_TIMEOUT_MS_MAX = 2**32 - 1
 _ROW_BYTES = {"packed-fp8": 264, "bf16": 512, "fp32": 1024}
 _INDEX_BYTES = 4
 _UNARY_BYTES = 4 << 20
@@ -106,10 +114,15 @@ def must_stream(expected: Expected, description: Description, limits: Limits) ->
 
 
 def request_message(
-    query: Query, request_id: int, description: Description, limits: Limits
+    query: Query,
+    request_id: int,
+    description: Description,
+    limits: Limits,
+    timeout_s: float | None = None,
 ) -> pb.LookupRequest:
     """The query as a message. It pins the digests of `description`, so that another table never answers.
 
+    timeout_s: when the server may give up, for requests whose call has no deadline.
     Raises InvalidRequestError when it is larger than a message may be.
     """
     message = pb.LookupRequest(
@@ -120,6 +133,8 @@ def request_message(
         unique=query.unique,
         pins=_pins(query, description),
         protocol_version=PROTOCOL_VERSION,
+        lane=_LANES[query.lane],
+        timeout_ms=_timeout_ms(timeout_s),
     )
     match query.keys:
         case TokenKeys(sequences):
@@ -138,6 +153,13 @@ def request_message(
             f"the request has {message.ByteSize()} bytes, over the {largest} a message may have: split it"
         )
     return message
+
+
+def _timeout_ms(timeout_s: float | None) -> int:
+    """0 = none, which is near enough for what the field's 32 bits cannot hold: 49 days."""
+    if timeout_s is None or timeout_s * 1000 > _TIMEOUT_MS_MAX:
+        return 0
+    return max(1, math.ceil(timeout_s * 1000))
 
 
 def _pins(query: Query, description: Description) -> pb.Pins:
@@ -239,13 +261,31 @@ class Assembler:
                 self._payload,
                 tuple(self._shape.unique_rows),
                 mask,
-                Stats(stats.rows, stats.distinct, stats.cached, stats.joined, stats.reads, stats.read_bytes),
+                stats_from(stats),
             )
         except ValueError as error:
             raise self._wrong(str(error)) from error
 
     def _wrong(self, text: str) -> ProtocolError:
         return ProtocolError(text, target=self._target)
+
+
+def stats_from(stats: pb.LookupStats) -> Stats:
+    """As plain data."""
+    return Stats(
+        rows=stats.rows,
+        distinct=stats.distinct,
+        cached=stats.cached,
+        joined=stats.joined,
+        reads=stats.reads,
+        read_bytes=stats.read_bytes,
+        groups=stats.groups,
+    )
+
+
+def prefetched_from(reply: pb.PrefetchReply) -> Prefetched:
+    """As plain data."""
+    return Prefetched(reply.rows, reply.groups, reply.queued_rows)
 
 
 def build_result(

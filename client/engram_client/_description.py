@@ -59,6 +59,22 @@ class ServerLimits:
     request_rows: int
     stream_requests: int
     concurrent_rpcs: int
+    decode_rows: int
+    prefetch_rows: int
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """The row cache when it was asked; counts are of distinct row groups, since the start of the server."""
+
+    capacity_bytes: int
+    """0 = there is none."""
+    used_bytes: int
+    hits: int
+    misses: int
+    joined: int
+    """Neither hits nor misses: another request was reading them."""
+    evictions: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,7 @@ class Description:
     backend_fallback: bool
     """True when a better backend was refused by the system."""
     scales_reason: str
+    cache: CacheFacts
 
     def identity(self) -> dict[str, bytes]:
         """Everything that must be equal for two servers to answer alike, by name."""
@@ -124,11 +141,21 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
             request_rows=limits.request_rows,
             stream_requests=limits.stream_requests,
             concurrent_rpcs=limits.concurrent_rpcs,
+            decode_rows=limits.decode_rows,
+            prefetch_rows=limits.prefetch_rows,
         ),
         backend=reply.backend.name,
         backend_reason=reply.backend.reason,
         backend_fallback=reply.backend.fallback,
         scales_reason=reply.scales_reason,
+        cache=CacheFacts(
+            capacity_bytes=reply.cache.capacity_bytes,
+            used_bytes=reply.cache.used_bytes,
+            hits=reply.cache.hits,
+            misses=reply.cache.misses,
+            joined=reply.cache.joined,
+            evictions=reply.cache.evictions,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ EngramError
 ├── InvalidRequestError   the request is malformed, out of range or too large; also a ValueError
 ├── MismatchError         the server serves another table, token map or protocol version than relied on
 ├── DataLossError         a row could not be read: damaged or truncated table
+├── UnsupportedError      the server is too old for it, or set up without it (no row cache, say)
 ├── ProtocolError         a reply that contradicts the request or itself; none of it was used
 └── ServerError           anything else the server failed with; `code` says what
 """
@@ -51,6 +52,10 @@ class DataLossError(EngramError):
     """A row could not be read. Other rows may be fine."""
 
 
+class UnsupportedError(EngramError):
+    """The server does not offer this: an older version, or a part that is switched off."""
+
+
 class ProtocolError(EngramError):
     """A reply that contradicts the request or itself."""
 
@@ -66,6 +71,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: MismatchError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
 }
 _WRITE_FAILED = "Internal error from Core"
 """What grpc.aio says, in place of the status, when a stream ends while it writes: github.com/grpc/grpc/issues/36066"""

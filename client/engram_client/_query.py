@@ -1,4 +1,4 @@
-"""A lookup as the caller words it: the four methods, and the checked `Query` each of them makes."""
+"""A lookup or prefetch as the caller words it, and the checked `Query` that each of the methods makes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engram_client._errors import InvalidRequestError
-from engram_client._result import Format
+from engram_client._result import Format, Lane
 
 R = TypeVar("R")
+P = TypeVar("P")
 
 _FORMATS: tuple[str, ...] = get_args(Format)
+_LANES: tuple[str, ...] = get_args(Lane)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class Query:
     format: Format
     unique: bool
     pin: Mapping[int, bytes] | None
+    lane: Lane
 
 
 class LookupMethods(ABC, Generic[R]):
@@ -72,6 +75,8 @@ class LookupMethods(ABC, Generic[R]):
         Answer each distinct row of a layer once, with an index; see `Lookup.unique`.
     pin
         Table digests by layer: MismatchError unless the tables have them.
+    lane
+        Whose reads go first, see `Lane`.
     timeout
         Seconds, retries included; None = `Timeouts.request_s`.
 
@@ -92,6 +97,7 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of the token ids [T] of one sequence: values [T, L, C, W].
@@ -107,6 +113,7 @@ class LookupMethods(ABC, Generic[R]):
             format=format,
             unique=unique,
             pin=pin,
+            lane=lane,
             timeout=timeout,
         )
 
@@ -120,21 +127,15 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of several sequences of token ids, one after another along T; `histories` has one for each."""
-        if histories is None:
-            histories = [()] * len(sequences)
-        if len(histories) != len(sequences):
-            raise InvalidRequestError(f"there are {len(sequences)} sequences, but {len(histories)} histories")
-        keys = TokenKeys(
-            tuple(
-                (_tokens(tokens, f"tokens of sequence {i}"), _tokens(history, f"history of sequence {i}"))
-                for i, (tokens, history) in enumerate(zip(sequences, histories, strict=True))
-            )
-        )
+        keys = _token_keys(sequences, histories)
         wanted = None if layers is None else _layers(layers)
-        return self._run(Query(keys, wanted, _columns(columns), _format(format), unique, _pin(pin)), timeout)
+        return self._run(
+            Query(keys, wanted, _columns(columns), _format(format), unique, _pin(pin), _lane(lane)), timeout
+        )
 
     def lookup_blocks(
         self,
@@ -144,15 +145,18 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows by id, as an engine's own hash gave them: {layer: ids [T, 24]} -> values [T, L, C, W].
 
-        Ids are int32 or int64, -1 = zero row; layers answer in the mapping's order, all with the same T.
+        Ids are int32 or int64, -1 = zero row; layers answer in the mapping's order, all with the same T. Those
+        outside `columns` are not looked up, but tell row groups apart: leave them as they are.
         """
-        keys = BlockKeys({layer: _ids(ids, f"row ids of layer {layer}", 2) for layer, ids in blocks.items()})
+        keys = _block_keys(blocks)
         return self._run(
-            Query(keys, _layers(blocks), _columns(columns), _format(format), unique, _pin(pin)), timeout
+            Query(keys, _layers(blocks), _columns(columns), _format(format), unique, _pin(pin), _lane(lane)),
+            timeout,
         )
 
     def lookup_rows(
@@ -163,17 +167,112 @@ class LookupMethods(ABC, Generic[R]):
         format: Format = "bf16",
         unique: bool = False,
         pin: Mapping[int, bytes] | None = None,
+        lane: Lane = "auto",
         timeout: float | None = None,
     ) -> R:
         """Rows of one layer by id: ids [n] int32 or int64, -1 = zero row -> values [n, W]."""
         keys = RowKeys(_layers([layer])[0], _ids(ids, f"row ids of layer {layer}", 1))
-        return self._run(Query(keys, None, None, _format(format), unique, _pin(pin)), timeout)
+        return self._run(Query(keys, None, None, _format(format), unique, _pin(pin), _lane(lane)), timeout)
+
+
+class PrefetchMethods(ABC, Generic[P]):
+    """How rows are brought into the row cache before they are asked for; P is how it hands over a `Prefetched`.
+
+    Answers as soon as the rows are queued; they are read behind all lookups, and a lookup that comes meanwhile
+    joins those reads. Arguments are those of the lookup of the same name, and:
+
+    give_up_s
+        Seconds after which reading what was not read yet is worth nothing; None = for ever.
+
+    Raises the exceptions of `EngramError`: OverloadedError when too much is queued, UnsupportedError without a
+    row cache. A prefetch that fails costs time and nothing else: the lookup reads what it needs.
+    """
+
+    @abstractmethod
+    def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> P:
+        """Queue its rows."""
+
+    def prefetch(
+        self,
+        tokens: ArrayLike,
+        *,
+        history: ArrayLike = (),
+        layers: Sequence[int] | None = None,
+        columns: tuple[int, int] | None = None,
+        give_up_s: float | None = None,
+        timeout: float | None = None,
+    ) -> P:
+        """What `lookup` of the same arguments will read, as of a coming prompt."""
+        return self.prefetch_batch(
+            [tokens],
+            histories=[history],
+            layers=layers,
+            columns=columns,
+            give_up_s=give_up_s,
+            timeout=timeout,
+        )
+
+    def prefetch_batch(
+        self,
+        sequences: Sequence[ArrayLike],
+        *,
+        histories: Sequence[ArrayLike] | None = None,
+        layers: Sequence[int] | None = None,
+        columns: tuple[int, int] | None = None,
+        give_up_s: float | None = None,
+        timeout: float | None = None,
+    ) -> P:
+        """What `lookup_batch` of the same arguments will read."""
+        wanted = None if layers is None else _layers(layers)
+        keys = _token_keys(sequences, histories)
+        return self._queue(_prefetch_query(keys, wanted, columns), give_up_s, timeout)
+
+    def prefetch_blocks(
+        self,
+        blocks: Mapping[int, ArrayLike],
+        *,
+        columns: tuple[int, int] | None = None,
+        give_up_s: float | None = None,
+        timeout: float | None = None,
+    ) -> P:
+        """What `lookup_blocks` of the same arguments will read."""
+        query = _prefetch_query(_block_keys(blocks), _layers(blocks), columns)
+        return self._queue(query, give_up_s, timeout)
+
+
+def _prefetch_query(
+    keys: TokenKeys | BlockKeys, layers: tuple[int, ...] | None, columns: tuple[int, int] | None
+) -> Query:
+    return Query(keys, layers, _columns(columns), "bf16", False, None, "prefetch")
+
+
+def _token_keys(sequences: Sequence[ArrayLike], histories: Sequence[ArrayLike] | None) -> TokenKeys:
+    if histories is None:
+        histories = [()] * len(sequences)
+    if len(histories) != len(sequences):
+        raise InvalidRequestError(f"there are {len(sequences)} sequences, but {len(histories)} histories")
+    return TokenKeys(
+        tuple(
+            (_tokens(tokens, f"tokens of sequence {i}"), _tokens(history, f"history of sequence {i}"))
+            for i, (tokens, history) in enumerate(zip(sequences, histories, strict=True))
+        )
+    )
+
+
+def _block_keys(blocks: Mapping[int, ArrayLike]) -> BlockKeys:
+    return BlockKeys({layer: _ids(ids, f"row ids of layer {layer}", 2) for layer, ids in blocks.items()})
 
 
 def _format(format: str) -> Format:
     if format not in _FORMATS:
         raise InvalidRequestError(f"format is {format!r}; expected one of {', '.join(_FORMATS)}")
     return format  # type: ignore[return-value]
+
+
+def _lane(lane: str) -> Lane:
+    if lane not in _LANES:
+        raise InvalidRequestError(f"lane is {lane!r}; expected one of {', '.join(_LANES)}")
+    return lane  # type: ignore[return-value]
 
 
 def _layers(layers: Sequence[int] | Mapping[int, Any]) -> tuple[int, ...]:

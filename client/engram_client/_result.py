@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+Lane: TypeAlias = Literal["auto", "decode", "prefill", "prefetch"]
+"""Whose reads go first when the server has more to do than it can: decode before prefill before prefetch. auto:
+decode for small requests (`ServerLimits.decode_rows`), else prefill."""
+
 Format: TypeAlias = Literal["packed", "packed-fp8", "bf16", "fp32"]
 """packed: the table's own bytes, 136 (FP4) or 264 (FP8) a row, uint8. packed-fp8: 256 E4M3FN codes and 8 E8M0
 scales, uint8[264]. bf16: bit patterns, uint16[256], since NumPy has no bfloat16. fp32: float32[256]."""
@@ -27,15 +31,29 @@ class Stats:
     rows: int
     """Asked for, zero rows included."""
     distinct: int
-    """After deduplication, which in bulk requests is done block by block."""
+    """After deduplication: with unique=True over the whole request, else within each of its blocks."""
     cached: int
-    """Distinct rows that came from the row cache; 0 while there is none."""
+    """Distinct rows that came from the row cache."""
     joined: int
-    """Distinct rows that another request was already reading; 0 while reads are not shared."""
+    """Distinct rows that another request was already reading."""
     reads: int
     """Reads submitted to the table files: two for a row whose scales are not in memory (yet), else one."""
     read_bytes: int
     """Bytes those reads asked for, alignment included."""
+    groups: int
+    """Distinct row groups (the 8 rows of one n-gram in one layer), counted as `distinct` is; a lone row is one."""
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """What one prefetch queued for the row cache."""
+
+    rows: int
+    """Its rows, duplicates and what is in the cache already included."""
+    groups: int
+    """Row groups they belong to, duplicates included."""
+    queued_rows: int
+    """Rows in the queue now, those of earlier prefetches included."""
 
 
 @dataclass(frozen=True, eq=False)

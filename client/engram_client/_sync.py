@@ -8,13 +8,13 @@ from typing import Self
 from engram_client._config import Limits, Retry, Timeouts
 from engram_client._description import Description
 from engram_client._pool import Pool
-from engram_client._query import LookupMethods, Query
-from engram_client._result import Lookup
+from engram_client._query import LookupMethods, PrefetchMethods, Query
+from engram_client._result import Lookup, Prefetched
 from engram_client._sync_stream import LookupStream
 from engram_client._targets import DEFAULT_TARGET, parse_targets
 
 
-class EngramClient(LookupMethods[Lookup]):
+class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
     """Looks rows up at a server. Safe to share between threads; not usable in a forked child.
 
     With several targets the first that answers is used until it fails, then the next in order. All must serve
@@ -61,3 +61,9 @@ class EngramClient(LookupMethods[Lookup]):
     def _run(self, query: Query, timeout: float | None) -> Lookup:
         attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
         return self._pool.run(lambda connection: connection.lookup(query, request_id, attempts), attempts)
+
+    def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> Prefetched:
+        attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
+        return self._pool.run(
+            lambda connection: connection.prefetch(query, request_id, give_up_s, attempts), attempts
+        )

@@ -102,7 +102,7 @@ class LookupStream(LookupMethods[PendingLookup]):
             raise DeadlineError(
                 f"{self._limits.stream_requests} lookups of this stream had no reply in the time allowed"
             )
-        flight = _Flight(query)
+        flight = _Flight(query, attempts)
         try:
             with self._lock:
                 if self._closed.is_set():
@@ -223,8 +223,9 @@ class _Line:
 class _Flight:
     """A request between sending and its reply."""
 
-    def __init__(self, query: Query) -> None:
+    def __init__(self, query: Query, attempts: Attempts) -> None:
         self.query = query
+        self.attempts = attempts
         self.future: Future[Lookup] = Future()
         self.assembler: Assembler | None = None
 
@@ -233,4 +234,5 @@ class _Flight:
         request_id = pool.next_id()
         expected = expect(self.query, line.description, limits)
         self.assembler = Assembler(expected, request_id, line.target)
-        return request_message(self.query, request_id, line.description, limits)
+        timeout_s = self.attempts.remaining_s()
+        return request_message(self.query, request_id, line.description, limits, timeout_s)

@@ -8,7 +8,7 @@ cgroups, since a container's limit is enforced there and MemAvailable does not k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
@@ -17,8 +17,8 @@ from engram_server.tables.errors import TableError
 
 ScaleMode = Literal["auto", "memory", "disk"]
 
-HEADROOM_BYTES = 1 << 30
-"""What `auto` leaves free for the rest of the server: buffers, requests in flight, the interpreter."""
+HEADROOM_BYTES = 512 << 20
+"""What `auto` leaves free for the rest of the server: io buffers, messages, the interpreter."""
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 has no word for "no limit": it reports a number no machine has."""
@@ -45,31 +45,48 @@ class MemoryRoom:
     source: str
 
 
-def decide_scales(mode: ScaleMode, scale_bytes: int, available_bytes: int | None = None) -> ScaleDecision:
-    """Decide where `scale_bytes` of scale planes go.
+def decide_scales(
+    mode: ScaleMode,
+    scale_bytes: int,
+    available_bytes: int | None = None,
+    claims: Mapping[str, int] | None = None,
+) -> ScaleDecision:
+    """Decide where `scale_bytes` of scale planes go, once `claims` have had their share.
 
-    `available_bytes` None asks the system. Raises TableError when `memory` is asked for and cannot fit, or for a
-    mode that is none.
+    `available_bytes` None asks the system. claims: what else will be taken, in bytes, by the option that asks for
+    it. Raises TableError when all that was asked for cannot fit together, or for a mode that is none.
     """
     if mode not in get_args(ScaleMode):
         raise TableError(f"scales can be {', '.join(get_args(ScaleMode))}; not {mode!r}")
     room = available_memory() if available_bytes is None else MemoryRoom(available_bytes, "as given")
+    wanted = dict(claims or {}) | ({"--scales memory": scale_bytes} if mode == "memory" else {})
+    _refuse_what_cannot_fit(wanted, room)
+    left_bytes = room.available_bytes - sum((claims or {}).values())
     size, free = _gib(scale_bytes), f"{_gib(room.available_bytes)} available ({room.source})"
+    beside = f" beside {_in_words(claims)}" if claims else ""
     if mode == "disk":
         return ScaleDecision("disk", "asked for", scale_bytes, room.available_bytes)
-    fits = scale_bytes + HEADROOM_BYTES <= room.available_bytes
+    fits = scale_bytes + HEADROOM_BYTES <= left_bytes
     if mode == "memory":
-        if scale_bytes > room.available_bytes:
-            raise TableError(
-                f"scales in memory take {size}, but there are {free}; raise the limit, or use disk or auto"
-            )
         cramped = "" if fits else f", leaving less than {_gib(HEADROOM_BYTES)} for the rest"
         return ScaleDecision("memory", f"asked for{cramped}", scale_bytes, room.available_bytes)
     if fits:
-        reason = f"auto: {size} of scales fit in {free} with {_gib(HEADROOM_BYTES)} to spare"
+        reason = f"auto: {size} of scales fit in {free}{beside} with {_gib(HEADROOM_BYTES)} to spare"
         return ScaleDecision("memory", reason, scale_bytes, room.available_bytes)
-    reason = f"auto: {size} of scales and {_gib(HEADROOM_BYTES)} of head-room do not fit in {free}"
+    reason = f"auto: {size} of scales and {_gib(HEADROOM_BYTES)} of head-room do not fit in {free}{beside}"
     return ScaleDecision("disk", reason, scale_bytes, room.available_bytes)
+
+
+def _refuse_what_cannot_fit(wanted: Mapping[str, int], room: MemoryRoom) -> None:
+    if sum(wanted.values()) > room.available_bytes:
+        raise TableError(
+            f"{_in_words(wanted)} take {_gib(sum(wanted.values()))} of memory, but there are "
+            f"{_gib(room.available_bytes)} available ({room.source}): lower one, or raise the limit"
+        )
+
+
+def _in_words(claims: Mapping[str, int]) -> str:
+    return " and ".join(f"{option} ({_gib(size)})" for option, size in claims.items() if size)
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryRoom:

@@ -26,6 +26,13 @@ class Format(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FORMAT_PACKED_FP8: _ClassVar[Format]
     FORMAT_BF16: _ClassVar[Format]
     FORMAT_FP32: _ClassVar[Format]
+
+class Lane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LANE_UNSPECIFIED: _ClassVar[Lane]
+    LANE_DECODE: _ClassVar[Lane]
+    LANE_PREFILL: _ClassVar[Lane]
+    LANE_PREFETCH: _ClassVar[Lane]
 ROW_KIND_UNSPECIFIED: RowKind
 ROW_KIND_FP4: RowKind
 ROW_KIND_FP8: RowKind
@@ -37,13 +44,17 @@ FORMAT_PACKED: Format
 FORMAT_PACKED_FP8: Format
 FORMAT_BF16: Format
 FORMAT_FP32: Format
+LANE_UNSPECIFIED: Lane
+LANE_DECODE: Lane
+LANE_PREFILL: Lane
+LANE_PREFETCH: Lane
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason")
+    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason", "cache")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +65,7 @@ class DescribeReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     SCALES_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     server_id: str
@@ -64,7 +76,8 @@ class DescribeReply(_message.Message):
     limits: Limits
     backend: BackendInfo
     scales_reason: str
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ...) -> None: ...
+    cache: CacheInfo
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("model_type", "layers", "max_ngram_size", "heads", "columns", "head_dim", "engram_vocab_size", "token_vocab_size", "compressed_vocab_size", "pad_token_id", "image_token_id")
@@ -121,20 +134,24 @@ class TableInfo(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., rows: _Optional[int] = ..., kind: _Optional[_Union[RowKind, str]] = ..., row_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., scales: _Optional[_Union[ScalePlacement, str]] = ..., scale_rows_loaded: _Optional[int] = ..., scales_error: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests", "concurrent_rpcs")
+    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests", "concurrent_rpcs", "decode_rows", "prefetch_rows")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNARY_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ROWS_FIELD_NUMBER: _ClassVar[int]
     STREAM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CONCURRENT_RPCS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     unary_reply_bytes: int
     chunk_bytes: int
     request_rows: int
     stream_requests: int
     concurrent_rpcs: int
-    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ..., concurrent_rpcs: _Optional[int] = ...) -> None: ...
+    decode_rows: int
+    prefetch_rows: int
+    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ..., concurrent_rpcs: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefetch_rows: _Optional[int] = ...) -> None: ...
 
 class BackendInfo(_message.Message):
     __slots__ = ("name", "reason", "fallback")
@@ -146,8 +163,24 @@ class BackendInfo(_message.Message):
     fallback: bool
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., fallback: bool = ...) -> None: ...
 
+class CacheInfo(_message.Message):
+    __slots__ = ("capacity_bytes", "used_bytes", "hits", "misses", "joined", "evictions")
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    used_bytes: int
+    hits: int
+    misses: int
+    joined: int
+    evictions: int
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., joined: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+
 class LookupRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins", "protocol_version")
+    __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins", "protocol_version", "lane", "timeout_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +191,8 @@ class LookupRequest(_message.Message):
     UNIQUE_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     tokens: TokenKeys
     blocks: BlockKeys
@@ -168,7 +203,9 @@ class LookupRequest(_message.Message):
     unique: bool
     pins: Pins
     protocol_version: int
-    def __init__(self, request_id: _Optional[int] = ..., tokens: _Optional[_Union[TokenKeys, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ..., rows: _Optional[_Union[RowKeys, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., columns: _Optional[_Union[ColumnRange, _Mapping]] = ..., format: _Optional[_Union[Format, str]] = ..., unique: bool = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    lane: Lane
+    timeout_ms: int
+    def __init__(self, request_id: _Optional[int] = ..., tokens: _Optional[_Union[TokenKeys, _Mapping]] = ..., blocks: _Optional[_Union[BlockKeys, _Mapping]] = ..., rows: _Optional[_Union[RowKeys, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., columns: _Optional[_Union[ColumnRange, _Mapping]] = ..., format: _Optional[_Union[Format, str]] = ..., unique: bool = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class ColumnRange(_message.Message):
     __slots__ = ("begin", "end")
@@ -295,17 +332,31 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LookupStats(_message.Message):
-    __slots__ = ("rows", "distinct", "cached", "joined", "reads", "read_bytes")
+    __slots__ = ("rows", "distinct", "cached", "joined", "reads", "read_bytes", "groups")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DISTINCT_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     distinct: int
     cached: int
     joined: int
     reads: int
     read_bytes: int
-    def __init__(self, rows: _Optional[int] = ..., distinct: _Optional[int] = ..., cached: _Optional[int] = ..., joined: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
+    groups: int
+    def __init__(self, rows: _Optional[int] = ..., distinct: _Optional[int] = ..., cached: _Optional[int] = ..., joined: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., groups: _Optional[int] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("request_id", "rows", "groups", "queued_rows")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    rows: int
+    groups: int
+    queued_rows: int
+    def __init__(self, request_id: _Optional[int] = ..., rows: _Optional[int] = ..., groups: _Optional[int] = ..., queued_rows: _Optional[int] = ...) -> None: ...

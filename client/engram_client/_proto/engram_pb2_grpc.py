@@ -49,6 +49,11 @@ class EngramStub(object):
                 request_serializer=engram__pb2.LookupRequest.SerializeToString,
                 response_deserializer=engram__pb2.LookupChunk.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/engram.v1.Engram/Prefetch',
+                request_serializer=engram__pb2.LookupRequest.SerializeToString,
+                response_deserializer=engram__pb2.PrefetchReply.FromString,
+                _registered_method=True)
 
 
 class EngramServicer(object):
@@ -78,6 +83,16 @@ class EngramServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Brings the rows a coming request will ask for into the row cache, behind all lookups. Answers as soon as
+        they are queued; what cannot be read is left out, and found out by the lookup that needs it. `format`,
+        `unique` and `lane` mean nothing here; `timeout_ms` says for how long reading is worth it.
+        UNIMPLEMENTED without a row cache, RESOURCE_EXHAUSTED when too much is queued already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngramServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +110,11 @@ def add_EngramServicer_to_server(servicer, server):
                     servicer.LookupStream,
                     request_deserializer=engram__pb2.LookupRequest.FromString,
                     response_serializer=engram__pb2.LookupChunk.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=engram__pb2.LookupRequest.FromString,
+                    response_serializer=engram__pb2.PrefetchReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +198,33 @@ class Engram(object):
             '/engram.v1.Engram/LookupStream',
             engram__pb2.LookupRequest.SerializeToString,
             engram__pb2.LookupChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/engram.v1.Engram/Prefetch',
+            engram__pb2.LookupRequest.SerializeToString,
+            engram__pb2.PrefetchReply.FromString,
             options,
             channel_credentials,
             insecure,
