@@ -184,3 +184,21 @@ def test_a_reader_says_how_it_reads(data_file: Path) -> None:
     assert counters["reads"] == 3
     assert counters["errors"] == 0
     reader.close()
+
+
+def test_a_reader_notices_when_a_file_changes_under_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        path.write_bytes(bytes(10_000))
+    reader = _core.Reader([str(first), str(second)])
+    assert reader.change() == ""
+    # Replaced by name: the file that was opened is still as it was.
+    (tmp_path / "new").write_bytes(b"x" * 10_000)
+    (tmp_path / "new").rename(first)
+    assert reader.change() == ""
+    with second.open("r+b") as file:
+        file.write(b"y")
+    assert reader.change() == f"{second} was written to since it was opened"
+    os.truncate(second, 9_999)
+    assert reader.change() == f"{second} had 10000 bytes when it was opened and has 9999 now"
+    reader.close()

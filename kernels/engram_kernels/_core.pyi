@@ -137,6 +137,9 @@ class Reader:
     def files(self) -> list[FileInfo]: ...
     def counters(self) -> dict[str, int]:
         """Totals since start: reads, read_bytes, needed_bytes, short_reads, retries, errors."""
+    def change(self) -> str:
+        """What has happened to a file since it was opened (it was written to, or has another size); "" = nothing. A
+        file that was replaced by another of its name is still the one that was opened."""
     def read(
         self,
         file: NDArray[np.uint32],

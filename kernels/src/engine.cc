@@ -98,7 +98,22 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
     batch->fail_all(ECANCELED);
     batch->part_done();
   }
+  populate_cache();
   return {batch.get(), [batch](Batch*) { batch->cancel(); }};
+}
+
+void Engine::populate_cache() {
+  const RowCache* const cache = shared_->cache.get();
+  if (cache == nullptr || populating_.load(std::memory_order_relaxed)) return;
+  if (!cache->wants_memory() || populating_.exchange(true)) return;
+  const std::lock_guard lock(mutex_);
+  if (stop_.load()) return;
+  try {
+    to_load_.push_back([this, cache] { cache->populate(stop_); });
+    start_loader();
+  } catch (const std::exception&) {
+    // Without memory or threads to spare, slots are made ready as they are used.
+  }
 }
 
 // What a batch may take at worst: when none of its groups is in memory, or has a cache slot.
@@ -155,10 +170,15 @@ void Engine::load(std::unique_ptr<Memory>& owner, std::atomic<Memory*>& seen,
   if (stop_.load()) throw std::runtime_error("the engine is closed");
   if (owner) return;
   // First of all: what is to be loaded without a thread would never be, and look as if it might.
-  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
+  start_loader();
   owner = make();
   seen.store(owner.get(), std::memory_order_release);
   to_load_.push_back([this, memory = owner.get()] { memory->load(stop_); });
+}
+
+// With the lock held, which the thread needs to go on.
+void Engine::start_loader() {
+  if (!loader_.joinable()) loader_ = std::thread([this] { load_loop(); });
   wake_.notify_all();
 }
 

@@ -84,6 +84,8 @@ class Engine {
   void load(std::unique_ptr<Memory>& owner, std::atomic<Memory*>& seen,
             const std::function<std::unique_ptr<Memory>()>& make);
   void load_loop();
+  void start_loader();
+  void populate_cache();
 
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<EngineShared> shared_;
@@ -91,6 +93,7 @@ class Engine {
   pid_t pid_;
   std::atomic<std::uint64_t> next_tag_{1};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> populating_{false};
 
   std::mutex closing_;  // held by close() throughout
   std::mutex mutex_;    // guards the loads and, until stop_, loader_

@@ -52,6 +52,10 @@ bool same_file(int a, int b) {
          first.st_ino == second.st_ino;
 }
 
+std::int64_t modified_ns(const struct stat& info) {
+  return info.st_mtim.tv_sec * std::int64_t{1'000'000'000} + info.st_mtim.tv_nsec;
+}
+
 }  // namespace
 
 DirectAlignment statx_dioalign(const std::string& path) {
@@ -97,6 +101,7 @@ DataFile::DataFile(std::string path) : path_(std::move(path)) {
   }
   size_bytes_ = static_cast<std::uint64_t>(info.st_size);
   device_ = info.st_dev;
+  modified_ns_ = modified_ns(info);
   if (try_direct()) return;
   ::posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);
   if (const int error = test_reads(fd_, size_bytes_, kFallbackAlignment)) {
@@ -117,9 +122,22 @@ DataFile::DataFile(DataFile&& other) noexcept
       fd_(std::exchange(other.fd_, -1)),
       size_bytes_(other.size_bytes_),
       device_(other.device_),
+      modified_ns_(other.modified_ns_),
       direct_(other.direct_),
       alignment_(other.alignment()),
       reason_(std::move(other.reason_)) {}
+
+std::string DataFile::change() const {
+  struct stat info{};
+  if (::fstat(fd_, &info) != 0) return path_ + ": " + std::strerror(errno);
+  const auto size = static_cast<std::uint64_t>(info.st_size);
+  if (size != size_bytes_) {
+    return path_ + " had " + std::to_string(size_bytes_) + " bytes when it was opened and has " +
+           std::to_string(size) + " now";
+  }
+  if (modified_ns(info) != modified_ns_) return path_ + " was written to since it was opened";
+  return {};
+}
 
 // Replaces fd_ by a direct one when O_DIRECT opens and reads; else says in reason_ why not.
 bool DataFile::try_direct() {

@@ -49,6 +49,9 @@ class DataFile {
   const std::string& reason() const { return reason_; }
   // Of the file system it lies on: files with the same one share its queue.
   std::uint64_t device() const { return device_; }
+  // What has happened to the file since it was opened: a sentence, or empty while it is as it was.
+  // (Replaced by another one of its name, it is.)
+  std::string change() const;
 
   // After EINVAL on a direct read: true when the alignment was raised (or already is), so a retry
   // makes sense.
@@ -61,6 +64,7 @@ class DataFile {
   int fd_ = -1;
   std::uint64_t size_bytes_ = 0;
   std::uint64_t device_ = 0;
+  std::int64_t modified_ns_ = 0;
   bool direct_ = false;
   std::atomic<std::uint32_t> alignment_{1};
   std::string reason_;

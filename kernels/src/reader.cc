@@ -198,6 +198,13 @@ void Reader::close() {
   backends_.clear();
 }
 
+std::string Reader::change() const {
+  for (const DataFile& file : context_.files) {
+    if (std::string change = file.change(); !change.empty()) return change;
+  }
+  return {};
+}
+
 ReaderState Reader::state() const {
   const std::lock_guard lock(mutex_);
   return state_;

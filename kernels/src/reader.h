@@ -64,6 +64,8 @@ class Reader {
   unsigned depth() const { return options_.depth; }
   unsigned bulk_depth() const { return options_.bulk_depth; }
   const std::vector<DataFile>& files() const { return context_.files; }
+  // The first change of a file since it was opened, as a sentence; empty: none.
+  std::string change() const;
   const ReadCounters& counters() const { return context_.counters; }
 
  private:

@@ -11,6 +11,8 @@ namespace engram {
 namespace {
 
 constexpr std::size_t kLineBytes = 64;
+// Memory made ready at a time: a few milliseconds.
+constexpr std::size_t kPopulateBytes = 32 << 20;
 
 constexpr std::size_t round_up(std::size_t bytes) {
   return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
@@ -162,6 +164,17 @@ Miss* RowCache::settle(Entry& entry, Miss& miss) {
     }
   }
   return over;
+}
+
+void RowCache::populate(const std::atomic<bool>& stop) const {
+#ifdef MADV_POPULATE_WRITE
+  for (std::size_t at = 0; at < memory_bytes_ && !stop.load(std::memory_order_relaxed);
+       at += kPopulateBytes) {
+    const std::size_t bytes = std::min(kPopulateBytes, memory_bytes_ - at);
+    // Kernels before 5.14 do not know it: then slots are made ready one by one, as they are used.
+    if (::madvise(memory_ + at, bytes, MADV_POPULATE_WRITE) != 0) return;
+  }
+#endif
 }
 
 std::vector<RowCache::Held> RowCache::held(std::uint16_t table) const {

@@ -130,6 +130,14 @@ class RowCache {
   // ended().
   bool give_up(Miss& miss, std::int32_t why, bool regardless, Miss*& over);
 
+  // Makes all slots ready, unless `stop` turns true: the kernel clears memory when it is first
+  // used, which takes longer than a read.
+  void populate(const std::atomic<bool>& stop) const;
+  // Whether enough is used that all of it will be.
+  bool wants_memory() const {
+    return counters_.used.load(std::memory_order_relaxed) > slots_ / kPopulateShare;
+  }
+
   std::uint64_t capacity_bytes() const { return slots_ * slot_bytes_; }
   std::uint64_t slots() const { return slots_; }
   CacheCounters& counters() { return counters_; }
@@ -145,6 +153,7 @@ class RowCache {
  private:
   static constexpr std::size_t kWays = 16;
   static constexpr std::uint8_t kHeatMax = 3;
+  static constexpr std::uint64_t kPopulateShare = 32;
 
   // Tags are kept apart from entries, so that a lookup touches two cache lines.
   struct alignas(64) Set {
