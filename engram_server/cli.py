@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_server import __version__
+from engram_server.cli_store import add_convert, add_verify
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
 FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
@@ -23,6 +24,7 @@ Serve the Engram table rows of DeepSeek-V4.1-Flash from NVMe to any inference en
 A first look, without the 190 GiB of a real checkpoint:
   engram-server synth /data/small --engram-vocab-size 200000    tables of 1.3 GB, laid out like the real ones
   engram-server inspect /data/small                             what is in them
+  engram-server convert /data/small /data/small.store           one read per row, and a checksum for each
   engram-server doctor /data/small                              how fast this machine reads them, and how
   engram-server serve /data/small                               serve them on 127.0.0.1:50051
   engram-server lookup 127.0.0.1:50051 --tokens 0,3,17          ask for rows
@@ -227,6 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_warm(command)
     _add_lookup(command)
     _add_doctor(command)
+    add_convert(command)
+    add_verify(command)
     return parser
 
 

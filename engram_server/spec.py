@@ -101,6 +101,21 @@ class EngramSpec:
             and self.compressed_vocab_size == V41_COMPRESSED_VOCAB_SIZE
         )
 
+    def to_config(self) -> dict[str, Any]:
+        """The keys of a flat config.json that `from_config` makes this spec of."""
+        return {
+            "model_type": self.model_type,
+            "image_token_id": self.image_token_id,
+            "engram_layer_ids": list(self.layers),
+            "engram_num_embeddings": list(self.rows),
+            "engram_max_ngram_size": self.max_ngram_size,
+            "engram_vocab_size": self.engram_vocab_size,
+            "engram_n_heads": self.heads,
+            "engram_head_dim": self.head_dim,
+            "engram_pad_token_id": self.pad_token_id,
+            "engram_compressed_vocab_size": self.compressed_vocab_size,
+        }
+
     def rows_of(self, layer: int) -> int:
         """Rows of one layer's table; KeyError for a layer without Engram."""
         return dict(zip(self.layers, self.rows, strict=True))[layer]

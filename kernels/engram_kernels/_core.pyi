@@ -311,6 +311,61 @@ def record_seal(uuid: bytes, layer: int, row: int, packed: bytes) -> int:
 def record_offset(kind: RowKind, row: int) -> int:
     """Where a row's record begins, in bytes from its table's first page."""
 
+def records_per_page(kind: RowKind) -> int:
+    """29 for FP4, 15 for FP8."""
+
+def pack_rows(
+    source: RowKind,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    first: int,
+    kind: RowKind,
+    out: NDArray[np.uint8],
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
+    """Write rows packed as `kind` into out [n * packed_row_bytes(kind)], re-coded where `source` differs.
+
+    codes [n, 128 or 256] and scales [n, 8] as `source` stores them; rows may be strided, so that interleaved
+    rows need no copy. FP8 -> FP4 rounds by the public re-pack's rule, FP4 -> FP8 is exact.
+    Returns the suspect rows' ids, counted from `first`, why each is (NAN_CODE | SCALE_255), and the number of blocks
+    that FP4's largest scale had to clip. Raises ValueError for shapes that do not fit.
+    """
+
+def seal_pages(
+    source: RowKind,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    first: int,
+    kind: RowKind,
+    uuid: bytes,
+    layer: int,
+    origin: int,
+    pages: NDArray[np.uint8],
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
+    """As pack_rows, but as sealed records of a store: pages [p * PAGE_BYTES] begins with the record of row
+    `origin`, the first of a page, and gets those of rows `first` ... The rest of the last row's page is zeroed.
+    """
+
+def check_pages(
+    pages: NDArray[np.uint8], first: int, count: int, kind: RowKind, uuid: bytes, layer: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Check the pages of `count` rows from `first`, the first of a page.
+
+    Returns the ids of rows whose seal does not match, and the pages (counted from the table's first) whose
+    padding is not zero.
+    """
+
+def row_cosines(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], packed_fp4: NDArray[np.uint8]
+) -> NDArray[np.float64]:
+    """float64[n]: cosine between FP8 rows (codes [n, 256], scales [n, 8]) and packed FP4 rows [n, 136]."""
+
+def reserve_file(fd: int, bytes: int) -> int:
+    """Allocate the file's first `bytes`, as fallocate does. Returns 0 or an errno."""
+
+PAGE_BYTES: int
+NAN_CODE: int
+SCALE_255: int
+
 # ---------------------------------------------------------------------------------------- probes
 
 def probe_io_uring() -> dict[str, Any]:
