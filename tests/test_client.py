@@ -193,6 +193,55 @@ def test_columns_and_layers(ask: Ask, served: Served, columns: tuple[int, int]) 
     assert same(one_layer.values, served.truth.values(ids, "fp32", layers=(1,)))
 
 
+RANGES = [(0, 12), (12, 24), (6, 12), (18, 24), (3, 6), (21, 24), (5, 17), (7, 9), (0, 23), (11, 12)]
+"""Columns of tensor-parallel ranks, and ranges that cut groups anywhere."""
+
+
+def test_ranges_of_columns_whatever_the_other_ids_are(ask: Ask, served: Served) -> None:
+    """In turn, so that a group is found in the cache with some of its rows, and asked for others."""
+    ids = served.truth.ids(TOKENS)
+    for number, (begin, end) in enumerate(RANGES):
+        lane = ("auto", "decode", "prefill", "prefetch")[number % 4]
+        expected = served.truth.values(ids[:, :, begin:end], "bf16")
+        found = ask("lookup", TOKENS, columns=(begin, end), lane=lane)
+        assert same(found.values, expected)
+        foreign = ids.copy()
+        foreign[:, :, :begin] = -(10**15)
+        foreign[:, :, end:] += 10**15
+        blocks = {1: foreign[:, 0], 14: foreign[:, 1]}
+        assert same(ask("lookup_blocks", blocks, columns=(begin, end), lane=lane).values, expected)
+
+
+def test_unique_ranges_of_columns(ask: Ask, served: Served) -> None:
+    ids = served.truth.ids(TOKENS)
+    for begin, end in RANGES:
+        found = ask("lookup", TOKENS, columns=(begin, end), unique=True, format="packed")
+        assert found.unique is not None
+        assert found.inverse is not None
+        for index, layer in enumerate(served.truth.layers):
+            flat = ids[:, index, begin:end].reshape(-1).tolist()
+            distinct = list(dict.fromkeys(flat))
+            assert same(found.unique[layer], served.truth.rows(layer, distinct, "packed"))
+            assert found.inverse[layer].reshape(-1).tolist() == [distinct.index(row) for row in flat]
+        assert found.stats.distinct == sum(len(rows) for rows in found.unique.values())
+
+
+def test_unique_blocks_with_zero_rows_and_repeats(ask: Ask, served: Served) -> None:
+    random = np.random.default_rng(5)
+    ids = random.integers(-1, 12, (60, 24))
+    found = ask("lookup_blocks", {14: ids}, columns=(2, 21), unique=True, format="packed")
+    assert found.unique is not None
+    distinct = [row for row in dict.fromkeys(ids[:, 2:21].reshape(-1).tolist()) if row >= 0]
+    assert same(found.unique[14], served.truth.rows(14, distinct, "packed"))
+    assert same(found.values[:, 0], served.truth.rows(14, ids[:, 2:21], "packed"))
+
+
+def test_groups_are_counted_once(ask: Ask) -> None:
+    # 2 + 3 + 4 different n-grams of 8 rows from the start of a sequence, in one layer.
+    stats = ask("lookup", [4321] * 20, layers=[14], format="packed").stats
+    assert (stats.rows, stats.distinct, stats.groups) == (20 * 24, 9 * 8, 9)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_unique_tokens(ask: Ask, served: Served, format: Format) -> None:
     found = ask("lookup", TOKENS, unique=True, format=format)
@@ -266,6 +315,12 @@ def test_requests_that_are_refused(ask: Ask, served: Served) -> None:
         ("lookup", ([0],), {"columns": (3, 3)}, r"columns 3 to 3"),
         ("lookup", ([0],), {"columns": (0, 25)}, r"columns 0 to 25"),
         ("lookup", ([0],), {"format": "fp16"}, r"'fp16'"),
+        (
+            "lookup",
+            ([0],),
+            {"lane": "fast"},
+            r"lane is 'fast'; expected one of auto, decode, prefill, prefetch",
+        ),
         ("lookup", ([2**31],), {}, r"2147483648 at position 0 is not an int32"),
         ("lookup", ([0.5],), {}, r"float64; expected integers"),
         ("lookup", ([[1, 2]],), {}, r"shape \[1, 2\]"),

@@ -103,6 +103,9 @@ def test_describe(stub: Any, truth: Truth) -> None:
     assert reply.backend.name in ("io_uring", "pread", "mmap")
     assert reply.backend.reason
     assert reply.scales_reason
+    assert reply.limits.decode_rows == 128 * 48
+    assert reply.limits.prefetch_rows >= reply.limits.request_rows
+    assert reply.cache.capacity_bytes > 0
 
 
 def test_health_and_reflection(channel: grpc.Channel) -> None:
@@ -200,8 +203,19 @@ MALFORMED: dict[str, tuple[pb.LookupRequest, grpc.StatusCode, str]] = {
     ),
     "other token map": (tokens([1], pins=pb.Pins(token_map=b"x")), Code.FAILED_PRECONDITION, "token map"),
     "other hash": (tokens([1], pins=pb.Pins(hash=b"x")), Code.FAILED_PRECONDITION, "the hash"),
+    "unknown lane": (tokens([1], lane=7), Code.INVALID_ARGUMENT, "lane 7 is not one of"),
     "other protocol": (tokens([1], protocol_version=2), Code.FAILED_PRECONDITION, "version 2"),
 }
+
+
+@pytest.mark.parametrize("case", set(MALFORMED) - {"unknown format", "unknown lane"})
+def test_malformed_prefetch(stub: Any, case: str) -> None:
+    """The same words; nothing of it is queued."""
+    request, code, sentence = MALFORMED[case]
+    found, details = refusal(lambda: stub.Prefetch(request, timeout=60))
+    assert found == code
+    assert sentence in details
+    assert stub.Prefetch(tokens([]), timeout=60).queued_rows == 0
 
 
 @pytest.mark.parametrize("case", MALFORMED)
@@ -222,8 +236,11 @@ def test_malformed_request(stub: Any, truth: Truth, case: str) -> None:
 
 
 def test_bytes_that_are_no_message(channel: grpc.Channel, stub: Any, truth: Truth) -> None:
-    raw = channel.unary_unary("/engram.v1.Engram/Lookup")
-    refusal(lambda: raw(b"\xff" * 40, timeout=60))
+    for method in ("Lookup", "Prefetch"):
+        raw = channel.unary_unary(f"/engram.v1.Engram/{method}")
+        code, details = refusal(lambda raw=raw: raw(b"\xff" * 40, timeout=60))
+        assert code == Code.INVALID_ARGUMENT
+        assert "not a LookupRequest" in details
     assert_exact(stub, truth)
 
 
@@ -315,6 +332,36 @@ def test_a_full_server_refuses_requests_until_there_is_room(stub: Any, truth: Tr
             assert b"".join(chunk.payload for chunk in chunks) == expected
             served += 1
     assert served
+
+
+def test_a_request_of_a_stream_past_its_time_fails_alone(stub: Any, truth: Truth) -> None:
+    """200,000 rows are not read and sent in a millisecond."""
+    late = tokens(range(100, 4200), request_id=1, timeout_ms=1)
+    others = [tokens([5], request_id=2, timeout_ms=60_000), tokens([6], request_id=3)]
+    replies: dict[int, list[pb.LookupChunk]] = {1: [], 2: [], 3: []}
+    for chunk in stub.LookupStream(iter([late, *others]), timeout=120):
+        replies[chunk.request_id].append(chunk)
+    assert replies[1][-1].error.code == Code.DEADLINE_EXCEEDED.value[0]
+    assert "time" in replies[1][-1].error.message
+    for number, token in ((2, 5), (3, 6)):
+        payload = b"".join(chunk.payload for chunk in replies[number])
+        assert payload == truth.values(truth.ids([token]), "packed").tobytes()
+
+
+def test_a_deadline_gives_back_what_the_request_held(stub: Any, truth: Truth) -> None:
+    """Each of these could hold two blocks of a budget that has room for few: they must not pile up."""
+    for _ in range(50):
+        late = tokens(range(100, 4200), timeout_ms=1)
+        chunks = list(stub.LookupStream(iter([late]), timeout=120))
+        assert chunks[-1].error.code == Code.DEADLINE_EXCEEDED.value[0]
+    test_bulk_stream_is_exact(stub, truth)
+
+
+@pytest.mark.parametrize("lane", [pb.LANE_UNSPECIFIED, pb.LANE_DECODE, pb.LANE_PREFILL, pb.LANE_PREFETCH])
+def test_every_lane_is_exact(stub: Any, truth: Truth, lane: pb.Lane) -> None:
+    ids = range(6000, 6100)
+    (chunks,) = [list(stub.LookupStream(iter([tokens(ids, lane=lane)]), timeout=60))]
+    assert b"".join(chunk.payload for chunk in chunks) == truth.values(truth.ids(ids), "packed").tobytes()
 
 
 def test_two_streams_at_once(server: ServerProcess, truth: Truth) -> None:
