@@ -191,7 +191,12 @@ std::array<Lane, kLanes> ReadQueue::order() const {
 
 void ReadQueue::count_run(Lane lane, std::size_t reads) {
   const auto number = static_cast<std::size_t>(lane);
-  for (std::size_t above = 0; above < number; ++above) lanes_[above].run = 0;
+  // A read pays for so many of the lanes above, whether it comes alone or in a whole turn.
+  constexpr unsigned kPays = kLaneRun / kTurnReads;
+  for (std::size_t above = 0; above < number; ++above) {
+    unsigned& run = lanes_[above].run;
+    run -= std::min(run, static_cast<unsigned>(reads) * kPays);
+  }
   bool others_wait = false;
   for (std::size_t below = number + 1; below < kLanes; ++below) {
     others_wait |= !lanes_[below].sources.empty();
