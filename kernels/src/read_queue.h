@@ -73,6 +73,7 @@ class Room {
     devices_.started(file, lane_);
     return true;
   }
+  bool has(std::uint32_t file) const { return devices_.has_room(file, lane_); }
   unsigned in_flight(std::uint32_t file) const { return devices_.in_flight(file); }
   std::uint32_t alignment(std::uint32_t file) const { return devices_.file(file).alignment(); }
 
