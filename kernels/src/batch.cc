@@ -238,7 +238,7 @@ bool Batch::drop(Miss& miss, std::int32_t why, bool regardless) {
 
 // The batch fails as a whole, before any read.
 void Batch::fail_all(std::int32_t why) {
-  for (Miss* const miss : to_read_) drop(*miss, why, true);
+  for (Miss& miss : misses_) drop(miss, why, true);  // planning may not have come to to_read_
   to_read_.clear();
   failed_whole_ = why;
 }

@@ -229,8 +229,8 @@ void Planner::own_memory(Batch::Group& group, std::size_t left) {
 }
 
 Miss& Planner::new_miss(std::uint32_t group) {
-  batch_.parts_.fetch_add(1, std::memory_order_relaxed);
   Miss& miss = batch_.misses_.emplace_back();
+  batch_.parts_.fetch_add(1, std::memory_order_relaxed);
   miss.batch = &batch_;
   miss.group = group;
   miss.lane = batch_.lane_;
