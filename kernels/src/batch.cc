@@ -72,29 +72,42 @@ std::size_t Batch::next(std::span<Read> out, Room& room) {
   std::size_t count = 0;
   while (count < out.size() && at_ < to_read_.size()) {
     Miss& miss = *to_read_[at_];
-    if (!begun_ && !begin(miss, room)) {
-      ++at_;
-      continue;
+    if (!begun_) {
+      const std::uint8_t copy = least_loaded_copy(miss, room);
+      // Not begun before its first read can go: until then a lane that goes first may take it over.
+      if (!room.has(table_of(miss).copies[copy].file())) return count;
+      if (!begin(miss, copy)) {
+        ++at_;
+        continue;
+      }
+      begun_ = true;
     }
-    begun_ = true;
     if (!emit(miss, out[count], room)) return count;
     ++count;
   }
   return count;
 }
 
+const Table& Batch::table_of(const Miss& miss) const {
+  return shared_->tables[groups_[miss.group].key.table].table;
+}
+
+std::uint8_t Batch::least_loaded_copy(const Miss& miss, const Room& room) const {
+  const std::vector<TableCopy>& copies = table_of(miss).copies;
+  std::uint8_t least = 0;
+  for (std::uint8_t copy = 1; copy < copies.size(); ++copy) {
+    if (room.in_flight(copies[copy].file()) < room.in_flight(copies[least].file())) least = copy;
+  }
+  return least;
+}
+
 // False when another miss makes its reads.
-bool Batch::begin(Miss& miss, const Room& room) {
+bool Batch::begin(Miss& miss, std::uint8_t copy) {
   if (!miss.start()) return false;
   const TableState& state = shared_->tables[groups_[miss.group].key.table];
-  const std::vector<TableCopy>& copies = state.table.copies;
-  for (std::uint8_t copy = 1; copy < copies.size(); ++copy) {
-    if (room.in_flight(copies[copy].file()) < room.in_flight(copies[miss.copy].file())) {
-      miss.copy = copy;
-    }
-  }
+  miss.copy = copy;
   miss.apart = 0;
-  if (!copies[miss.copy].pages) {
+  if (!state.table.copies[copy].pages) {
     const std::uint64_t loaded = state.scale_rows_loaded();
     for (unsigned row = 0; row < kGroupRows; ++row) {
       const bool on_disk = groups_[miss.group].key.ids[row] >= loaded;
@@ -109,8 +122,7 @@ bool Batch::begin(Miss& miss, const Room& room) {
 
 // Writes the next read of a miss that has begun, if there is room for it; after the last, moves on.
 bool Batch::emit(Miss& miss, Read& read, Room& room) {
-  const bool paged =
-      shared_->tables[groups_[miss.group].key.table].table.copies[miss.copy].pages.has_value();
+  const bool paged = table_of(miss).copies[miss.copy].pages.has_value();
   const unsigned rows = count_rows(miss.reads);
   // Codes or records first, then the scales that are read apart.
   const bool scales = emitted_ >= rows;
@@ -200,12 +212,13 @@ bool Batch::wants_out() const {
 bool Batch::give_up() {
   gave_up_ = true;
   const std::int32_t why = cancelled_.load(std::memory_order_relaxed) ? ECANCELED : ETIMEDOUT;
-  std::vector<Miss*> kept;
-  if (begun_) kept.push_back(to_read_[at_++]);  // in the middle of its reads
+  // In place: on an io thread, which has nobody to tell that it is out of memory.
+  std::size_t kept = 0;
+  if (begun_) to_read_[kept++] = to_read_[at_++];  // in the middle of its reads
   for (; at_ < to_read_.size(); ++at_) {
-    if (!drop(*to_read_[at_], why, false)) kept.push_back(to_read_[at_]);
+    if (!drop(*to_read_[at_], why, false)) to_read_[kept++] = to_read_[at_];
   }
-  to_read_ = std::move(kept);
+  to_read_.resize(kept);
   at_ = 0;
   return !to_read_.empty();
 }
@@ -225,7 +238,7 @@ bool Batch::drop(Miss& miss, std::int32_t why, bool regardless) {
 
 // The batch fails as a whole, before any read.
 void Batch::fail_all(std::int32_t why) {
-  for (Miss* const miss : to_read_) drop(*miss, why, true);
+  for (Miss& miss : misses_) drop(miss, why, true);  // planning may not have come to to_read_
   to_read_.clear();
   failed_whole_ = why;
 }

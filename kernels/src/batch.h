@@ -146,7 +146,9 @@ class Batch final : public ReadSource {
   void left_queue() override { part_done(); }
   void ended(const Read& read, std::int32_t error, const std::byte* bytes) override;
 
-  bool begin(Miss& miss, const Room& room);
+  const Table& table_of(const Miss& miss) const;
+  std::uint8_t least_loaded_copy(const Miss& miss, const Room& room) const;
+  bool begin(Miss& miss, std::uint8_t copy);
   bool emit(Miss& miss, Read& read, Room& room);
   Read read_of(const Miss& miss, unsigned row, unsigned part) const;
   std::int32_t keep(Miss& miss, unsigned row, unsigned part, const Read& read,

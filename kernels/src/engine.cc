@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -93,8 +94,10 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
     } else {
       batch->part_done();
     }
-  } catch (const std::exception&) {
-    // Out of memory, or the reader was closed.
+  } catch (const std::bad_alloc&) {
+    batch->fail_all(ENOMEM);
+    batch->part_done();
+  } catch (const std::runtime_error&) {  // the reader was closed
     batch->fail_all(ECANCELED);
     batch->part_done();
   }

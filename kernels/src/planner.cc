@@ -36,6 +36,8 @@ void Planner::add(const LayerKeys& keys) {
   rows_ = rows.table->table.rows;
   rows.resident = rows.table->resident_rows();
   batch_.stats_.rows += batch_.positions_ * batch_.width();
+  // However many positions: an array of them takes no memory when it has no columns.
+  if (batch_.width() == 0) return;
   if (rows.resident != nullptr) return add_resident(keys, rows);
   rows.index.resize(batch_.positions_ * batch_.columns_.groups());
   make_room(batch_.groups_.size() + rows.index.size());
@@ -229,8 +231,8 @@ void Planner::own_memory(Batch::Group& group, std::size_t left) {
 }
 
 Miss& Planner::new_miss(std::uint32_t group) {
-  batch_.parts_.fetch_add(1, std::memory_order_relaxed);
   Miss& miss = batch_.misses_.emplace_back();
+  batch_.parts_.fetch_add(1, std::memory_order_relaxed);
   miss.batch = &batch_;
   miss.group = group;
   miss.lane = batch_.lane_;

@@ -19,7 +19,15 @@ Devices::Devices(const std::vector<DataFile>& files, unsigned depth, unsigned bu
 }
 
 bool Devices::has_room(std::uint32_t file, Lane lane) const {
-  const Device& device = devices_[device_of_file_[file]];
+  return has_room(devices_[device_of_file_[file]], lane);
+}
+
+bool Devices::has_room(Lane lane) const {
+  return std::ranges::any_of(std::span(devices_.get(), count_),
+                             [&](const Device& device) { return has_room(device, lane); });
+}
+
+bool Devices::has_room(const Device& device, Lane lane) const {
   return device.all.load(std::memory_order_relaxed) < depth_ &&
          (!is_bulk(lane) || device.bulk.load(std::memory_order_relaxed) < bulk_depth_);
 }
@@ -48,14 +56,12 @@ void Devices::raise_depth(unsigned factor) {
 void ReadQueue::push(ReadSource& source, Lane lane) {
   const std::lock_guard lock(mutex_);
   lanes_[static_cast<std::size_t>(lane)].sources.push_back(&source);
-  ++pushes_;
   wake_one();
 }
 
 void ReadQueue::give_back(const Claimed& claimed) {
   const std::lock_guard lock(mutex_);
   given_back_.push_back(claimed);
-  ++pushes_;
   wake_one();
 }
 
@@ -69,20 +75,34 @@ void ReadQueue::wake_one() {
     [[maybe_unused]] const ssize_t written = ::write(sleeper->event_fd, &one, sizeof one);
     return;
   }
+  ++calls_;
   if (waiting_ > 0) wake_.notify_one();
 }
 
-std::size_t ReadQueue::claim(std::span<Claimed> out, Sleeper* sleeper) {
-  std::vector<Leaving> leaving;
-  std::size_t count = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (sleeper != nullptr) sleeper->asleep = false;
-    count = take(out, leaving);
-    if (sleeper != nullptr) sleeper->asleep = count < out.size() && !stopped_;
+// Something that could be read now, as far as can be told without asking the sources.
+bool ReadQueue::has_work() const {
+  if (!given_back_.empty()) return true;
+  for (const Lane lane : {Lane::decode, Lane::prefill, Lane::prefetch}) {
+    const bool waits = !lanes_[static_cast<std::size_t>(lane)].sources.empty();
+    if (waits && devices_.has_room(lane)) return true;
   }
-  dismiss(leaving);
-  return count;
+  return false;
+}
+
+std::size_t ReadQueue::claim(std::span<Claimed> out, Sleeper* sleeper) {
+  while (true) {
+    std::vector<Leaving> leaving;
+    std::size_t count = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (sleeper != nullptr) sleeper->asleep = false;
+      count = take(out, leaving);
+      if (sleeper != nullptr) sleeper->asleep = count < out.size() && !stopped_;
+    }
+    // Nothing taken must mean that nothing is there, or a queue that stops would leave it behind.
+    const bool came_back = dismiss(leaving);
+    if (count > 0 || !came_back) return count;
+  }
 }
 
 std::size_t ReadQueue::wait_and_claim(std::span<Claimed> out) {
@@ -96,7 +116,7 @@ std::size_t ReadQueue::wait_and_claim(std::span<Claimed> out) {
         // What has no room now is claimed by the threads whose reads take that room.
         if (stopped_) return 0;
         ++waiting_;
-        wake_.wait(lock, [&, seen = pushes_] { return stopped_ || pushes_ != seen; });
+        wake_.wait(lock, [&, seen = calls_] { return stopped_ || calls_ != seen; });
         --waiting_;
       }
     }
@@ -118,7 +138,7 @@ std::size_t ReadQueue::take(std::span<Claimed> out, std::vector<Leaving>& leavin
       break;
     }
   }
-  if (count == out.size()) wake_one();  // there may be more than this thread takes
+  if (count == out.size() && has_work()) wake_one();
   return count;
 }
 
@@ -134,6 +154,8 @@ std::size_t ReadQueue::take_given_back(std::span<Claimed> out) {
 
 // A turn of the first source that has something to read where there is room.
 std::size_t ReadQueue::take_from(Lane lane, std::span<Claimed> out, std::vector<Leaving>& leaving) {
+  // The rule when disks are busy: then every source of the lane would be asked in vain.
+  if (!devices_.has_room(lane)) return 0;
   std::deque<ReadSource*>& sources = lanes_[static_cast<std::size_t>(lane)].sources;
   Room room(devices_, lane);
   std::array<Read, kTurnReads> reads;
@@ -169,7 +191,12 @@ std::array<Lane, kLanes> ReadQueue::order() const {
 
 void ReadQueue::count_run(Lane lane, std::size_t reads) {
   const auto number = static_cast<std::size_t>(lane);
-  for (std::size_t above = 0; above < number; ++above) lanes_[above].run = 0;
+  // A read pays for so many of the lanes above, whether it comes alone or in a whole turn.
+  constexpr unsigned kPays = kLaneRun / kTurnReads;
+  for (std::size_t above = 0; above < number; ++above) {
+    unsigned& run = lanes_[above].run;
+    run -= std::min(run, static_cast<unsigned>(reads) * kPays);
+  }
   bool others_wait = false;
   for (std::size_t below = number + 1; below < kLanes; ++below) {
     others_wait |= !lanes_[below].sources.empty();
@@ -177,14 +204,18 @@ void ReadQueue::count_run(Lane lane, std::size_t reads) {
   lanes_[number].run = others_wait ? lanes_[number].run + static_cast<unsigned>(reads) : 0;
 }
 
-void ReadQueue::dismiss(const std::vector<Leaving>& leaving) {
+// Whether one came back.
+bool ReadQueue::dismiss(const std::vector<Leaving>& leaving) {
+  bool came_back = false;
   for (const Leaving& left : leaving) {
     if (!left.exhausted && left.source->give_up()) {
       push(*left.source, left.lane);
+      came_back = true;
     } else {
       left.source->left_queue();
     }
   }
+  return came_back;
 }
 
 void ReadQueue::add(Sleeper& sleeper) {
@@ -195,6 +226,7 @@ void ReadQueue::add(Sleeper& sleeper) {
 void ReadQueue::remove(Sleeper& sleeper) {
   const std::lock_guard lock(mutex_);
   std::erase(sleepers_, &sleeper);
+  wake_one();  // it may have been woken for what it will not take
 }
 
 bool ReadQueue::stopped() const {

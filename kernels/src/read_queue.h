@@ -36,6 +36,8 @@ class Devices {
   Devices(const std::vector<DataFile>& files, unsigned depth, unsigned bulk_depth);
 
   bool has_room(std::uint32_t file, Lane lane) const;
+  // On any device.
+  bool has_room(Lane lane) const;
   // Of the file's device, all lanes.
   unsigned in_flight(std::uint32_t file) const;
   void started(std::uint32_t file, Lane lane);
@@ -51,6 +53,7 @@ class Devices {
     std::atomic<unsigned> all{0};
     std::atomic<unsigned> bulk{0};
   };
+  bool has_room(const Device& device, Lane lane) const;
   const std::vector<DataFile>& files_;
   std::vector<std::uint32_t> device_of_file_;
   std::unique_ptr<Device[]> devices_;
@@ -70,6 +73,7 @@ class Room {
     devices_.started(file, lane_);
     return true;
   }
+  bool has(std::uint32_t file) const { return devices_.has_room(file, lane_); }
   unsigned in_flight(std::uint32_t file) const { return devices_.in_flight(file); }
   std::uint32_t alignment(std::uint32_t file) const { return devices_.file(file).alignment(); }
 
@@ -152,7 +156,8 @@ class ReadQueue {
   std::size_t take_from(Lane lane, std::span<Claimed> out, std::vector<Leaving>& leaving);
   std::array<Lane, kLanes> order() const;
   void count_run(Lane lane, std::size_t reads);
-  void dismiss(const std::vector<Leaving>& leaving);
+  bool dismiss(const std::vector<Leaving>& leaving);
+  bool has_work() const;
   void wake_one();
 
   Devices& devices_;
@@ -161,7 +166,7 @@ class ReadQueue {
   std::array<LaneQueue, kLanes> lanes_;
   std::vector<Claimed> given_back_;
   std::vector<Sleeper*> sleepers_;
-  std::uint64_t pushes_ = 0;
+  std::uint64_t calls_ = 0;  // for a thread that waits
   unsigned waiting_ = 0;
   bool stopped_ = false;
 };

@@ -58,16 +58,17 @@ void ResidentRows::load(const std::atomic<bool>& stop) {
 // Each returns the number of rows it loaded from `first` on.
 std::uint64_t ResidentRows::load_planes(std::uint64_t first) {
   const std::uint64_t count = std::min(kChunkRows, rows_ - first);
-  const auto read = [&](RangeReader& reader, const Plane& plane) {
+  // To the end of the last row and not of its stride: the file may end there.
+  const auto read = [&](RangeReader& reader, const Plane& plane, std::size_t bytes) {
     return reader.read(files_[plane.file], plane.offset + first * plane.stride,
-                       count * plane.stride);
+                       (count - 1) * plane.stride + bytes);
   };
   const Plane& code_plane = copy_.planes.codes;
   const Plane& scale_plane = copy_.planes.scales;
   if (!codes_) codes_.emplace(kChunkRows * code_plane.stride);
   if (!scales_) scales_.emplace(kChunkRows * scale_plane.stride);
-  const std::byte* const codes = read(*codes_, code_plane);
-  const std::byte* const scales = read(*scales_, scale_plane);
+  const std::byte* const codes = read(*codes_, code_plane, row_bytes_ - kScaleBytes);
+  const std::byte* const scales = read(*scales_, scale_plane, kScaleBytes);
   std::byte* row = memory_ + first * row_bytes_;
   for (std::uint64_t i = 0; i < count; ++i, row += row_bytes_) {
     std::memcpy(row, codes + i * code_plane.stride, row_bytes_ - kScaleBytes);

@@ -112,9 +112,10 @@ class RowCache {
     const std::uint32_t at = find_or_make(set, group, hash);
     if (at == Miss::kNoEntry) return {.missing = need, .own = need};
     Entry& entry = entries_[at];
-    entry.pins.fetch_add(1, std::memory_order_relaxed);
     const auto missing = static_cast<RowMask>(need & ~entry.valid);
+    // May throw, so the pin comes after it.
     const RowMask own = missing == 0 ? RowMask{0} : enter(entry, at, new_miss(), missing);
+    entry.pins.fetch_add(1, std::memory_order_relaxed);
     return {.entry = at, .data = data_of(at), .missing = missing, .own = own};
   }
   [[gnu::always_inline]] void prefetch(std::uint32_t entry) const {

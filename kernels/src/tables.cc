@@ -23,6 +23,11 @@ Tables::Tables(std::vector<Table> tables) {
       throw std::invalid_argument(layer + " is given twice");
     }
     if (table.copies.empty()) throw std::invalid_argument(layer + " has no copy to read");
+    if (table.copies.size() > kCopiesMax) {
+      throw std::invalid_argument(layer + " has " + std::to_string(table.copies.size()) +
+                                  " copies; at most " + std::to_string(kCopiesMax) +
+                                  " can be told apart");
+    }
     if (table.rows == 0 || table.rows > kTableRowsMax) {
       throw std::invalid_argument(layer + " has " + std::to_string(table.rows) +
                                   " rows; expected 1 to " + std::to_string(kTableRowsMax));

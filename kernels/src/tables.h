@@ -37,9 +37,13 @@ struct TableState {
   }
 };
 
+// Of one table: a miss numbers them with 8 bits.
+inline constexpr std::size_t kCopiesMax = 255;
+
 class Tables {
  public:
-  // Throws std::invalid_argument for a layer given twice or more rows than ids can number.
+  // Throws std::invalid_argument for a layer given twice, without copies or with too many, or with
+  // more rows than ids can number.
   explicit Tables(std::vector<Table> tables);
 
   std::size_t count() const { return states_.size(); }
