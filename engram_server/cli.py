@@ -103,9 +103,10 @@ def _inspect(options: argparse.Namespace) -> int:
 def _hash(options: argparse.Namespace) -> int:
     from engram_server.hashing import hash_document
     from engram_server.spec import EngramSpec
+    from engram_server.tables.store import is_store, open_store
     from engram_server.tokens import TokenMapError, find_tokenizer, load_token_map, ngram_hash
 
-    spec = EngramSpec.from_file(options.path)
+    spec = open_store(options.path).spec if is_store(options.path) else EngramSpec.from_file(options.path)
     root = options.path if options.path.is_dir() else options.path.parent
     tokenizer = find_tokenizer(root, options.tokenizer, spec)
     if tokenizer is None:
@@ -268,10 +269,12 @@ def _add_inspect(command: Callable[..., Any]) -> None:
     sub = command(
         "inspect",
         _inspect,
-        "say what a checkpoint holds and what is wrong with it",
+        "say what a checkpoint or packed store holds and what is wrong with it",
         "Tables, shards, dtypes, rows, offsets, digests. Exit status 1 when it cannot be served.",
     )
-    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument(
+        "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, or one shard"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -287,7 +290,9 @@ at image positions."""
 
 def _add_hash(command: Callable[..., Any]) -> None:
     sub = command("hash", _hash, "print the row ids of token ids", _HASH)
-    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, shard or config.json")
+    sub.add_argument(
+        "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, shard or config.json"
+    )
     sub.add_argument("--tokens", type=_integers, required=True, metavar="ID,...", help="token ids")
     _add_history(sub)
     _add_tokenizer(sub)
@@ -303,9 +308,12 @@ says when it is ready, where, and how it reads.
 
 
 def _add_serve(command: Callable[..., Any]) -> None:
-    sub = command("serve", _serve, "serve a checkpoint's tables", _SERVE)
+    sub = command("serve", _serve, "serve the tables of a checkpoint or packed store", _SERVE)
     sub.add_argument(
-        "path", type=Path, metavar="PATH", help="checkpoint directory, or one shard beside its config.json"
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="packed store, checkpoint directory, or one shard beside its config.json",
     )
     sub.add_argument(
         "--listen",
@@ -339,7 +347,9 @@ there are too many different n-grams, the rarest are forgotten.
 
 def _add_warm(command: Callable[..., Any]) -> None:
     sub = command("warm", _warm, "write a hot set from a corpus", _WARM)
-    sub.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory, or one shard")
+    sub.add_argument(
+        "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, or one shard"
+    )
     sub.add_argument("corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids or folders")
     sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="the hot set to write")
     sub.add_argument(
@@ -390,7 +400,9 @@ def _add_doctor(command: Callable[..., Any]) -> None:
         "for which it reads from PATH for some ten seconds. Without PATH it looks at the machine alone.\n"
         "Exit status 0: fine; 1: PATH cannot be read; 2: it works, but slower than it could, and the report says why.",
     )
-    sub.add_argument("path", type=Path, nargs="?", metavar="PATH", help="checkpoint, shard or any file")
+    sub.add_argument(
+        "path", type=Path, nargs="?", metavar="PATH", help="packed store, checkpoint, shard or any file"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
 

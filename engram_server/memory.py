@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,10 +18,12 @@ import numpy as np
 
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
-from engram_server.tables.checkpoint import Checkpoint, PlaneRef, TableRef, open_checkpoint
+from engram_server.tables.checkpoint import PlaneRef, TableRef
 from engram_server.tables.errors import TableError
+from engram_server.tables.opened import OpenedTables, open_tables
 from engram_server.tables.placement import ScaleDecision, ScaleMode, decide_scales
-from engram_server.tokens import TokenMap, find_tokenizer, load_token_map, ngram_hash
+from engram_server.tables.store import Store, StoreTable
+from engram_server.tokens import TokenMap, TokenMapError, find_tokenizer, load_token_map, ngram_hash
 
 log = logging.getLogger("engram_server")
 
@@ -50,7 +52,7 @@ class MemoryOptions:
     resident: bool = False
     """Load every table whole into memory, in the background, and read no disk afterwards; then there is no cache."""
     replicas: tuple[Path, ...] = ()
-    """Equal copies of the checkpoint on other drives; reads go to the least loaded."""
+    """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded."""
     hot_set: Path | None = None
     """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 
@@ -83,7 +85,7 @@ class CacheState:
 class Memory:
     """Open tables. Use `Memory.open`; `close` waits for reads in flight. A context manager."""
 
-    checkpoint: Checkpoint
+    checkpoint: OpenedTables
     options: MemoryOptions
     reader: _core.Reader
     engine: _core.Engine
@@ -108,7 +110,7 @@ class Memory:
 
     @classmethod
     def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:
-        """Open a checkpoint directory or one shard. Nothing is scanned or copied.
+        """Open a packed store, a checkpoint directory or one shard. Nothing is scanned or copied.
 
         Takes about a second at any size: 4,096 rows of each table are read for its digest.
 
@@ -116,13 +118,10 @@ class Memory:
         OSError for files that cannot be read, RuntimeError for a backend that cannot run here.
         """
         options = options or MemoryOptions()
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_tables(path)
         copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
-        # A table that is loaded whole brings its scales along.
-        scale_mode = "disk" if options.resident else options.scales
-        scales = decide_scales(scale_mode, checkpoint.scale_bytes, claims=_claims(options, checkpoint))
-        tokenizer = find_tokenizer(checkpoint.root, options.tokenizer, checkpoint.spec)
-        token_map = load_token_map(tokenizer, checkpoint.spec) if tokenizer else None
+        scales = _scale_decision(options, checkpoint)
+        token_map = _load_token_map(options, checkpoint)
         reader = _core.Reader(
             [str(file) for copy in copies for file in copy.files],
             backend=options.backend,
@@ -216,7 +215,31 @@ class Memory:
         self.close()
 
 
-def _claims(options: MemoryOptions, checkpoint: Checkpoint) -> dict[str, int]:
+def _scale_decision(options: MemoryOptions, checkpoint: OpenedTables) -> ScaleDecision:
+    # A table that is loaded whole brings its scales along, and so does every read from a packed store.
+    packed = isinstance(checkpoint, Store)
+    mode: ScaleMode = "disk" if options.resident or packed else options.scales
+    decision = decide_scales(mode, checkpoint.scale_bytes, claims=_claims(options, checkpoint))
+    return replace(decision, reason="inside the rows of a packed store") if packed else decision
+
+
+def _load_token_map(options: MemoryOptions, checkpoint: OpenedTables) -> TokenMap | None:
+    tokenizer = find_tokenizer(checkpoint.root, options.tokenizer, checkpoint.spec)
+    if tokenizer is None:
+        return None
+    token_map = load_token_map(tokenizer, checkpoint.spec)
+    if not isinstance(checkpoint, Store):
+        return token_map
+    expected = checkpoint.token_map_sha256
+    if expected and token_map.sha256 != expected:
+        raise TokenMapError(
+            f"{tokenizer} yields a token map with sha256 {token_map.sha256.hex()}, but {checkpoint.path} was made with "
+            f"{expected.hex()}: give the model's own tokenizer with --tokenizer FILE"
+        )
+    return token_map
+
+
+def _claims(options: MemoryOptions, checkpoint: OpenedTables) -> dict[str, int]:
     """Memory the options ask for beside the scales, in bytes, by the option that asks."""
     if options.resident:
         whole = sum(table.rows * table.row_bytes for table in checkpoint.tables)
@@ -224,14 +247,14 @@ def _claims(options: MemoryOptions, checkpoint: Checkpoint) -> dict[str, int]:
     return {"--cache-bytes": options.cache_bytes, "--budget-bytes": options.budget_bytes}
 
 
-def _open_replica(path: Path, original: Checkpoint) -> Checkpoint:
-    replica = open_checkpoint(path)
+def _open_replica(path: Path, original: OpenedTables) -> OpenedTables:
+    replica = open_tables(path)
     if replica.spec != original.spec or _shapes(replica) != _shapes(original):
         raise TableError(f"{path} is no copy of {original.root}: its tables have another shape")
     return replica
 
 
-def _shapes(checkpoint: Checkpoint) -> list[tuple[int, int, _core.RowKind]]:
+def _shapes(checkpoint: OpenedTables) -> list[tuple[int, int, _core.RowKind]]:
     return [(table.layer, table.rows, table.kind) for table in checkpoint.tables]
 
 
@@ -249,24 +272,32 @@ def _warn_of(reader: _core.Reader) -> None:
             log.warning("%s is read through the page cache: %s", file.path, file.reason)
 
 
-def _engine_tables(copies: Sequence[Checkpoint], first_file: int = 0) -> list[_core.Table]:
+def _engine_tables(copies: Sequence[OpenedTables], first_file: int = 0) -> list[_core.Table]:
     """Tables with so many equal copies; the reader has their files one after another from `first_file` on."""
-    planes: dict[int, list[_core.Planes]] = {table.layer: [] for table in copies[0].tables}
+    places: dict[int, list[_core.Planes | _core.Pages]] = {table.layer: [] for table in copies[0].tables}
     for copy in copies:
         numbers = {file: number for number, file in enumerate(copy.files, start=first_file)}
         first_file += len(copy.files)
-
-        def plane(ref: PlaneRef, numbers: dict[Path, int] = numbers) -> _core.Plane:
-            return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
-
-        for table in copy.tables:
-            planes[table.layer].append(_core.Planes(plane(table.codes), plane(table.scales)))
+        for layer, place in _places(copy, numbers).items():
+            places[layer].append(place)
     return [
-        _core.Table(table.layer, table.rows, table.kind, planes[table.layer]) for table in copies[0].tables
+        _core.Table(table.layer, table.rows, table.kind, places[table.layer]) for table in copies[0].tables
     ]
 
 
-def _checked_tables(reader: _core.Reader, copies: Sequence[Checkpoint]) -> dict[int, TableState]:
+def _places(copy: OpenedTables, numbers: dict[Path, int]) -> Mapping[int, _core.Planes | _core.Pages]:
+    """Where each layer's rows lie; numbers: those of the reader's files."""
+    if isinstance(copy, Store):
+        file = numbers[copy.path]
+        return {table.layer: _core.Pages(file, table.offset, copy.uuid.bytes) for table in copy.tables}
+
+    def plane(ref: PlaneRef) -> _core.Plane:
+        return _core.Plane(numbers[ref.path], ref.offset, ref.stride)
+
+    return {table.layer: _core.Planes(plane(table.codes), plane(table.scales)) for table in copy.tables}
+
+
+def _checked_tables(reader: _core.Reader, copies: Sequence[OpenedTables]) -> dict[int, TableState]:
     """The tables, once some rows of every copy were read and found equal. Raises TableError, OSError."""
     states: list[dict[int, TableState]] = []
     first_file = 0
@@ -274,7 +305,7 @@ def _checked_tables(reader: _core.Reader, copies: Sequence[Checkpoint]) -> dict[
         engine = _core.Engine(reader, _engine_tables([copy], first_file))
         first_file += len(copy.files)
         try:
-            states.append({table.layer: _table_state(copy.spec, engine, table) for table in copy.tables})
+            states.append({table.layer: _table_state(copy, engine, table) for table in copy.tables})
         finally:
             engine.close()
     for copy, state in zip(copies, states, strict=True):
@@ -286,14 +317,19 @@ def _checked_tables(reader: _core.Reader, copies: Sequence[Checkpoint]) -> dict[
     return states[0]
 
 
-def _table_state(spec: EngramSpec, engine: _core.Engine, table: TableRef) -> TableState:
+def _table_state(copy: OpenedTables, engine: _core.Engine, table: TableRef | StoreTable) -> TableState:
     """Reads the rows the digest samples, and the last one: the test read that makes a table servable."""
-    sampled = spec.digest_rows(table.layer)
+    sampled = copy.spec.digest_rows(table.layer)
     batch = engine.submit([(table.layer, np.append(sampled, table.rows - 1).reshape(-1, 1))])
     batch.wait()
+    path = table.codes.path if isinstance(table, TableRef) else copy.files[0]
     try:
         rows = batch.gather(0, len(sampled), _core.Format.PACKED)
     except _core.RowError as error:
-        raise OSError(errno.EIO, f"a test read of {table.codes.path} failed: {error}") from error
-    digest = spec.table_digest(table.layer, table.row_bytes, rows)
+        raise OSError(errno.EIO, f"a test read of {path} failed: {error}") from error
+    digest = copy.spec.table_digest(table.layer, table.row_bytes, rows)
+    if isinstance(table, StoreTable) and digest != table.digest:
+        raise TableError(
+            f"{path}: the rows of layer {table.layer} do not give the digest in the header; convert the tables again"
+        )
     return TableState(table.layer, table.rows, table.kind, table.row_bytes, digest)

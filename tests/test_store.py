@@ -13,7 +13,9 @@ from oracles.rows import RowOracle
 
 from engram_server.cli import main
 from engram_server.convert import convert
+from engram_server.doctor.reads import find_target
 from engram_server.spec import EngramSpec
+from engram_server.tables.inspect import format_report, inspect
 from engram_server.tables.store import is_store, open_store, read_rows
 from engram_server.verify import verify
 
@@ -272,3 +274,45 @@ def test_verify_names_some_and_counts_all(tmp_path: Path, fp4_checkpoint: Path) 
     assert (sound.bad_rows, damaged.bad_rows) == (0, store.tables[1].rows)
     assert damaged.first_rows == list(range(20))
     assert len("".join(verify(path).problems)) < 1000
+
+
+def test_inspect_tells_what_a_store_holds(tmp_path: Path, fp4_checkpoint: Path) -> None:
+    path = tmp_path / "a.store"
+    convert(fp4_checkpoint, path)
+    report, in_place = inspect(path), inspect(fp4_checkpoint)
+    assert report["problems"] == []
+    assert report["store"]["uuid"] == oracle.header(path.read_bytes())["uuid"]
+    for key in ("layer", "format", "rows", "row_bytes", "bytes", "digest"):
+        assert [table[key] for table in report["tables"]] == [table[key] for table in in_place["tables"]]
+    assert report["tokenizer"]["hash_digest"] == in_place["tokenizer"]["hash_digest"]
+    text = format_report(report)
+    assert "packed store, version 1" in text
+    assert "can be served" in text
+    json.dumps(report)
+
+
+def test_inspect_tells_what_is_wrong_with_a_store(tiny: Path) -> None:
+    content = bytearray(tiny.read_bytes())
+    content[PAGE] ^= 1
+    tiny.write_bytes(content)
+    assert "row 0 of layer 1 does not match its checksum" in inspect(tiny)["problems"][0]
+    assert [table["layer"] for table in inspect(tiny)["tables"]] == [1, 14]
+    tiny.write_bytes(content[:-1])
+    assert "truncated" in inspect(tiny)["problems"][0]
+    assert "cannot be served" in format_report(inspect(tiny))
+
+
+def test_a_store_alone_serves_hash_and_doctor(
+    tmp_path: Path, fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.store"
+    convert(fp4_checkpoint, path)
+    printed = []
+    for target in (path, fp4_checkpoint):
+        assert main(["hash", str(target), "--tokens", "0,3,17", "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    target, findings = find_target(path)
+    assert target is not None
+    assert target.reads_per_token == 48
+    assert [finding.level for finding in findings] == ["ok"]

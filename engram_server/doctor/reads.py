@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_kernels import _core
+from engram_kernels._core import PAGE_BYTES
 from engram_server.doctor.finding import Finding, plural, size_text
-from engram_server.tables.checkpoint import Checkpoint, open_checkpoint
 from engram_server.tables.layout import ROW_VALUES
+from engram_server.tables.opened import OpenedTables, open_tables
 from engram_server.tables.placement import ScaleDecision, decide_scales
+from engram_server.tables.store import Store
 
 PLAIN_ROW_BYTES = ROW_VALUES // 2
 """What a file that is no shard is read in: the codes of an FP4 row."""
@@ -97,10 +99,18 @@ def find_target(path: Path) -> tuple[Target | None, list[Finding]]:
     """
     _check_readable(path)
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_tables(path)
     except (ValueError, OSError) as error:
         return _fallback_target(path, str(error))
     files = checkpoint.files
+    if isinstance(checkpoint, Store):
+        # Records back to back: a few straddle pages here, as none does there.
+        rows = tuple(
+            Rows(0, table.offset, table.row_bytes + 4, table.pages * PAGE_BYTES // (table.row_bytes + 4))
+            for table in checkpoint.tables
+        )
+        reads_per_token = checkpoint.spec.columns * len(checkpoint.tables)
+        return Target(files, rows, reads_per_token), [_explain_tables(checkpoint)]
     rows = tuple(
         Rows(files.index(table.codes.path), table.codes.offset, table.codes.stride, table.rows)
         for table in checkpoint.tables
@@ -156,7 +166,7 @@ def _largest_file(directory: Path) -> Path | None:
     )
 
 
-def _explain_tables(checkpoint: Checkpoint) -> Finding:
+def _explain_tables(checkpoint: OpenedTables) -> Finding:
     tables = checkpoint.tables
     size = size_text(sum(table.rows * table.row_bytes for table in tables))
     layers = " and ".join(str(table.layer) for table in tables)

@@ -1,8 +1,9 @@
-"""What is in a checkpoint and what is wrong with it, as far as it can be read."""
+"""What is in a checkpoint or packed store and what is wrong with it, as far as it can be read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,25 @@ from engram_server.tables.checkpoint import (
 )
 from engram_server.tables.errors import TableError
 from engram_server.tables.layout import BACKBONE_PARTS
+from engram_server.tables.store import VERSION, is_store, open_store, read_rows
 from engram_server.tokens import TokenMapError, find_tokenizer, load_token_map
 
 Report = dict[str, Any]
 
 
 def inspect(path: Path) -> Report:
-    """Look at a checkpoint directory or shard and report everything found, in JSON's types.
+    """Look at a checkpoint directory, shard or packed store and report everything found, in JSON's types.
 
     `problems` are sentences that say why it cannot be served (empty = it can); `notes` are about what serving
     does not need. `config`, `tables` and `tokenizer` (with digests), `backbone_tensors` and `shards` are there
-    as far as they could be read. Never raises for a malformed checkpoint.
+    as far as they could be read; of a packed store there is `store` instead of the last two. Never raises for
+    malformed files.
     """
     report: Report = {"path": str(path), "problems": [], "notes": []}
     problems: list[str] = report["problems"]
+    if is_store(path):
+        _inspect_store(path, report)
+        return report
     try:
         source = locate(path)
     except TableError as error:
@@ -43,9 +49,9 @@ def inspect(path: Path) -> Report:
         return report
     try:
         spec = EngramSpec.from_file(source.config)
-        report["config"] = _config_facts(source.config, spec)
+        report["config"] = _config_facts(spec, quantization_hints(source.config))
         report["tables"] = _tables(source, spec, problems)
-        report["tokenizer"] = _tokenizer(source, spec, report["notes"], problems)
+        report["tokenizer"] = _tokenizer(source.root, spec, report["notes"], problems)
     except (SpecError, TableError) as error:
         problems.append(str(error))
     report["backbone_tensors"] = _backbone_tensors(source, report["notes"])
@@ -57,6 +63,10 @@ def inspect(path: Path) -> Report:
 def format_report(report: Report) -> str:
     """The report as text for a terminal."""
     lines = [report["path"]]
+    if store := report.get("store"):
+        lines.append(
+            f"  packed store, version {store['version']}, UUID {store['uuid']}, {store['bytes']:,} bytes"
+        )
     if "config" in report:
         config = report["config"]
         lines.append(
@@ -64,13 +74,18 @@ def format_report(report: Report) -> str:
             f"{config['layers']}, {config['columns']} rows a token and layer"
         )
         hints = ", ".join(f"{key} {value}" for key, value in config["quantization_hints"].items())
-        lines.append(f"  quantization hints: {hints or 'none about Engram'}")
+        if "store" not in report:
+            lines.append(f"  quantization hints: {hints or 'none about Engram'}")
     for table in report.get("tables", ()):
         lines.append(
             f"  layer {table['layer']}: {table['format']}, {table['rows']:,} rows of {table['row_bytes']} "
             f"bytes, {table['bytes'] / 2**30:.2f} GiB"
         )
+        if "store" in report:
+            lines.append(f"    pages {table['first_page']:,} to {table['first_page'] + table['pages'] - 1:,}")
         for plane in ("codes", "scales"):
+            if plane not in table:
+                continue
             facts = table[plane]
             lines.append(
                 f"    {plane:6} {facts['shard']} at {facts['offset']:,} (mod 512: {facts['offset_mod_512']}, "
@@ -96,8 +111,50 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _config_facts(config: Path, spec: EngramSpec) -> Report:
-    hints = quantization_hints(config)
+def _inspect_store(path: Path, report: Report) -> None:
+    """The header, and the rows of the digests; `verify` reads all."""
+    problems: list[str] = report["problems"]
+    try:
+        store = open_store(path)
+    except (SpecError, TableError) as error:
+        problems.append(str(error))
+        return
+    report["store"] = {
+        "version": VERSION,
+        "uuid": str(store.uuid),
+        "bytes": store.file_bytes,
+        "token_map_sha256": store.token_map_sha256.hex(),
+    }
+    report["config"] = _config_facts(store.spec, {})
+    report["tables"] = []
+    for table in store.tables:
+        digest = ""
+        try:
+            rows = read_rows(store, table, store.spec.digest_rows(table.layer).tolist())
+            digest = store.spec.table_digest(table.layer, table.row_bytes, rows.tobytes()).hex()
+            if digest != table.digest.hex():
+                problems.append(f"layer {table.layer}: the rows do not give the digest in the header")
+        except (OSError, TableError) as error:
+            problems.append(f"layer {table.layer}: {error}")
+        report["tables"].append(
+            {
+                "layer": table.layer,
+                "format": table.kind.name,
+                "rows": table.rows,
+                "row_bytes": table.row_bytes,
+                "bytes": table.rows * table.row_bytes,
+                "first_page": table.first_page,
+                "pages": table.pages,
+                "digest": digest,
+            }
+        )
+    report["tokenizer"] = _tokenizer(store.root, store.spec, report["notes"], problems)
+    found = (report["tokenizer"] or {}).get("token_map_digest", "")
+    if found and store.token_map_sha256 and found != store.token_map_sha256.hex():
+        problems.append(f"{report['tokenizer']['path']} is not the tokenizer that the store was made with")
+
+
+def _config_facts(spec: EngramSpec, hints: Mapping[str, object]) -> Report:
     return {
         "model_type": spec.model_type,
         "layers": list(spec.layers),
@@ -147,9 +204,9 @@ def _tables(source: Source, spec: EngramSpec, problems: list[str]) -> list[Repor
     return facts
 
 
-def _tokenizer(source: Source, spec: EngramSpec, notes: list[str], problems: list[str]) -> Report | None:
+def _tokenizer(root: Path, spec: EngramSpec, notes: list[str], problems: list[str]) -> Report | None:
     """The tokenizer that serving would use, and the digests of the token map and the hash that follow from it."""
-    path = find_tokenizer(source.root, None, spec)
+    path = find_tokenizer(root, None, spec)
     if path is None:
         notes.append("no tokenizer.json: only row ids can be looked up, unless serving gets --tokenizer")
         return None

@@ -98,6 +98,11 @@ class Store:
         return self.tables[0].kind
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of scale planes, of which there are none: scales lie inside the rows."""
+        return 0
+
+    @property
     def file_bytes(self) -> int:
         """Exact size of the file."""
         return self.tables[-1].offset + self.tables[-1].pages * PAGE_BYTES

@@ -1,0 +1,19 @@
+"""Tables as they are served: in place, or from a packed store. What both can say has the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+from engram_server.tables.checkpoint import Checkpoint, open_checkpoint
+from engram_server.tables.store import Store, is_store, open_store
+
+OpenedTables: TypeAlias = Checkpoint | Store
+
+
+def open_tables(path: Path) -> OpenedTables:
+    """Open a packed store, a checkpoint directory or one shard. Nothing is scanned or copied.
+
+    Raises TableError or SpecError (both ValueError).
+    """
+    return open_store(path) if is_store(path) else open_checkpoint(path)
