@@ -7,7 +7,6 @@ the native calls run without the GIL.
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,8 +124,7 @@ class Fetcher:
         except _core.RowError as error:
             if error.error == _core.ERROR_TRUNCATED:
                 self._on_truncated(str(error))
-            if error.error == errno.ETIMEDOUT:
-                terms.left_s()  # raises, unless it was the device that took too long
+            terms.explain(error)
             raise
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import dataclass
 
@@ -32,6 +33,11 @@ class Terms:
         if left <= 0:
             raise DeadlinePassedError("the time allowed for the request ran out")
         return left
+
+    def explain(self, error: _core.RowError) -> None:
+        """Raise DeadlinePassedError when a row was given up for that; a device may be out of time as well."""
+        if error.error == errno.ETIMEDOUT:
+            self.left_s()
 
 
 def lane_by_size(rows: int, decode_rows: int) -> _core.Lane:

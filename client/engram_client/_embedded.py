@@ -134,7 +134,11 @@ class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
             if not batch.wait(terms.left_s()):
                 raise DeadlinePassedError("the rows were not read in the time allowed")
             end = filled + block.payload_bytes
-            block.payload_into(batch, plan.shape.format, payload[filled:end])
+            try:
+                block.payload_into(batch, plan.shape.format, payload[filled:end])
+            except _core.RowError as error:
+                terms.explain(error)
+                raise
             totals = wire.add_stats(totals, batch.stats)
             filled = end
             del batch
