@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -235,11 +236,12 @@ def test_deadlines(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
 
 def test_overloaded_server_is_tried_again(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
     limits = {"block_bytes": 200_000, "chunk_bytes": 50_000}
+    options: dict[str, Any] = {"budget_bytes": 2 << 20, "backend": "mmap", "cache_bytes": 0}
     tokens = np.arange(5000, dtype="<i4").tobytes()
     bulk = pb.LookupRequest(tokens=pb.TokenKeys(sequences=[pb.Sequence(tokens=tokens)]))
     retry = Retry(attempts=1000, backoff_s=0.01, backoff_max_s=0.05)
     with (
-        serving(fp4_checkpoint, tmp_path, limits=limits, budget_bytes=2 << 20, backend="mmap") as server,
+        serving(fp4_checkpoint, tmp_path, limits=limits, **options) as server,
         grpc.insecure_channel(server.targets[0]) as channel,
         EngramClient(server.targets[0], retry=NO_RETRY) as impatient,
         EngramClient(server.targets[0], retry=retry) as client,
@@ -249,12 +251,14 @@ def test_overloaded_server_is_tried_again(fp4_checkpoint: Path, tmp_path: Path, 
         # Clients that do not read their replies fill the budget.
         stub = pb_grpc.EngramStub(channel)
         stalled = [stub.LookupStream(iter([bulk])) for _ in range(16)]
-        until(lambda: fails_with(OverloadedError, lambda: impatient.lookup(range(20))))
+        until(lambda: fails_with(OverloadedError, lambda: impatient.lookup(range(20), lane="prefill")))
         with impatient.stream() as hasty:
-            until(lambda: fails_with(OverloadedError, lambda: hasty.lookup(range(20)).result()))
+            until(
+                lambda: fails_with(OverloadedError, lambda: hasty.lookup(range(20), lane="prefill").result())
+            )
 
-        lookups = [pool.submit(client.lookup, range(20)) for _ in range(4)]
-        lookups += [pool.submit(stream.lookup(range(20)).result) for _ in range(4)]
+        lookups = [pool.submit(client.lookup, range(20), lane="prefill") for _ in range(4)]
+        lookups += [pool.submit(stream.lookup(range(20), lane="prefill").result) for _ in range(4)]
         for call in stalled:
             call.cancel()
         expected = truth.values(truth.ids(range(20)), "bf16")

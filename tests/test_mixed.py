@@ -220,6 +220,6 @@ def test_in_process(fp4_checkpoint: Path, truth: Truth) -> None:
         assert set(results) <= {"exact", "prefetched", "DeadlineError", "OverloadedError"}
         assert results["exact"] > REQUESTS // 4
         gc.collect()
-        until(lambda: memory.prefetch([]).queued_rows == 0)
+        until(lambda: memory.prefetch([]).queued_rows == 0, timeout_s=120)
         assert_no_growth(before, lambda: footprint(os.getpid()))
         assert memory._memory.engine.in_flight_bytes() == 0
