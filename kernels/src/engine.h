@@ -30,10 +30,10 @@ class Overloaded : public std::runtime_error {
 // How a batch is asked for.
 struct Order {
   std::size_t positions = 0;
-  Columns columns;
+  Columns columns{};
   Lane lane = Lane::decode;
-  std::optional<double> deadline_s;  // from now; reads that have not begun by then are given up
-  bool notify = false;               // reports the tag through event_fd()
+  std::optional<double> deadline_s{};  // from now; reads that have not begun by then are given up
+  bool notify = false;                 // reports the tag through event_fd()
 };
 
 // How far a load into memory has come.

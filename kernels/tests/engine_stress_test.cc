@@ -1,0 +1,373 @@
+// Many threads over one engine with next to no cache: every byte is compared, every failure must be
+// one that was caused, and nothing may be left behind.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "engine.h"
+#include "support.h"
+#include "test_tables.h"
+
+namespace engram::test {
+namespace {
+
+constexpr std::size_t kWidth = 24;
+constexpr std::uint64_t kGrams = 60;            // n-grams of each order that texts are made of
+constexpr std::uint64_t kTightBytes = 2 << 20;  // of budget: now and then one has to wait
+
+// What a batch asks for, and what it must bring.
+struct Request {
+  std::vector<std::int64_t> layers;
+  std::vector<std::vector<std::int64_t>> ids{};  // of each layer, [positions, width]
+  std::size_t width = kWidth;
+  Order order{};
+
+  std::vector<LayerKeys> keys() const {
+    std::vector<LayerKeys> keys;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      keys.push_back({.layer = layers[i],
+                      .ids = ids[i].data(),
+                      .position_stride = static_cast<std::int64_t>(width),
+                      .column_stride = 1});
+    }
+    return keys;
+  }
+  // Calls each(layer, id) for every wanted row, in the order of a gather.
+  template <typename Each>
+  void for_each(Each each) const {
+    for (std::size_t position = 0; position < order.positions; ++position) {
+      for (std::size_t i = 0; i < layers.size(); ++i) {
+        for (std::size_t c = order.columns.begin; c < order.columns.end; ++c) {
+          each(layers[i], ids[i][position * width + c]);
+        }
+      }
+    }
+  }
+};
+
+std::vector<std::int64_t> draw_layers(Random& random) {
+  if (draw(random, 0, 4) == 0) return {kInterleaved};
+  std::vector<std::int64_t> layers{kTwoCopies, kPacked, kTruncated};
+  std::shuffle(layers.begin(), layers.end(), random);
+  layers.resize(draw<std::size_t>(random, 1, layers.size()));
+  return layers;
+}
+
+// Rows of n-grams, so that groups come again; some zero rows, and anything outside the columns.
+Request draw_request(Random& random) {
+  Request request{.layers = draw_layers(random)};
+  const bool whole = draw(random, 0, 3) != 0;
+  request.width = whole ? kWidth : draw<std::size_t>(random, 1, 5);
+  Columns& columns = request.order.columns;
+  columns.group_rows = whole ? kGroupRows : 1;
+  columns.begin = draw(random, 0, 1) * draw<std::size_t>(random, 0, request.width - 1);
+  columns.end = draw<std::size_t>(random, columns.begin, request.width);
+  if (draw(random, 0, 1) == 0) columns.end = request.width;
+  request.order.positions = draw<std::size_t>(random, 0, 12);
+  request.order.lane = static_cast<Lane>(draw(random, 0, 2));
+  const bool zeros = draw(random, 0, 2) == 0;
+  const bool junk = draw(random, 0, 2) == 0;
+  request.ids.resize(request.layers.size());
+  for (std::vector<std::int64_t>& ids : request.ids) {
+    std::uint64_t gram = 0;
+    for (std::size_t at = 0; at < request.order.positions * request.width; ++at) {
+      const std::size_t column = at % request.width;
+      if (column % columns.group_rows == 0) gram = random() % kGrams;
+      ids.push_back(static_cast<std::int64_t>(mixed(gram << 8 | column) % TestTables::kRows));
+      const bool wanted = column >= columns.begin && column < columns.end;
+      if (wanted && zeros && draw(random, 0, 9) == 0) ids[at] = -1;
+      if (!wanted && junk) ids[at] = static_cast<std::int64_t>(random());
+    }
+  }
+  return request;
+}
+
+// The first thing that is wrong with a batch that is done; empty: nothing.
+std::string complaint(const Request& request, const Batch& batch, const TestTables& tables,
+                      const std::set<std::int32_t>& excused) {
+  std::map<std::tuple<std::int64_t, std::int64_t>, std::int32_t> bad;
+  request.for_each([&](std::int64_t layer, std::int64_t id) {
+    if (id < 0) return;
+    const std::int32_t error = tables.error_of(layer, static_cast<std::uint64_t>(id));
+    if (error != 0) bad[{layer, id}] = error;
+  });
+  if (batch.failure()) {
+    const RowFailure failure = *batch.failure();
+    if (excused.contains(failure.error)) return "";
+    const auto found = bad.find({failure.layer, failure.row});
+    return found != bad.end() && found->second == failure.error
+               ? ""
+               : "failed for no reason: " + failure_text(failure);
+  }
+  if (!bad.empty()) return "a row that cannot be read was";
+  std::vector<std::byte> expected;
+  request.for_each([&](std::int64_t layer, std::int64_t id) {
+    const RowKind kind = TestTables::kind_of(layer);
+    std::vector<std::byte> row(packed_bytes(kind));
+    if (id >= 0) row = formula_row(layer, static_cast<std::uint64_t>(id), kind);
+    expected.insert(expected.end(), row.begin(), row.end());
+  });
+  std::vector<std::byte> got(batch.gathered_bytes(0, batch.positions(), Format::packed));
+  batch.gather(0, batch.positions(), Format::packed, got.data());
+  return got == expected ? "" : "rows are not the table's";
+}
+
+std::string complaint_of_stats(const Request& request, const BatchStats& stats) {
+  std::uint64_t rows = 0;
+  request.for_each([&](std::int64_t, std::int64_t) { ++rows; });
+  if (stats.rows != rows) return "the number of rows is not what was asked for";
+  if (stats.cached + stats.joined > stats.distinct) return "more rows found than there are";
+  return stats.distinct <= rows ? "" : "more distinct rows than rows";
+}
+
+struct Setup {
+  std::string backend;
+  unsigned threads;
+  unsigned depth;
+  std::uint64_t sets;  // of the cache; 0: none
+};
+
+std::uint64_t cache_bytes(std::uint64_t sets) {
+  return sets * RowCache::bytes_min(packed_bytes(RowKind::fp8));
+}
+
+// An engine over test tables, and what its users found wrong.
+struct World {
+  explicit World(const Setup& setup, bool with_faults = true,
+                 std::uint64_t budget_bytes = kTightBytes)
+      : tables(with_faults),
+        reader(std::make_shared<Reader>(tables.paths(), ReaderOptions{.backend = setup.backend,
+                                                                      .depth = setup.depth,
+                                                                      .threads = setup.threads})),
+        engine(std::make_unique<Engine>(reader, tables.tables(), budget_bytes,
+                                        cache_bytes(setup.sets))) {
+    tables.truncate();
+  }
+
+  void complain(const std::string& text) {
+    if (text.empty()) return;
+    const std::lock_guard lock(mutex);
+    if (complaints.size() < 5) complaints.push_back(text);
+  }
+
+  TestTables tables;
+  std::shared_ptr<Reader> reader;
+  std::unique_ptr<Engine> engine;
+  std::mutex mutex;
+  std::vector<std::string> complaints;
+};
+
+struct Held {
+  Request request;
+  std::shared_ptr<Batch> batch;
+};
+
+// One of the threads: submits, drops, waits, compares, and compares again what it kept.
+class User {
+ public:
+  // excused: errors that may come to every batch. lasting: nobody closes the engine.
+  User(World& world, unsigned seed, std::set<std::int32_t> excused = {}, bool lasting = true)
+      : world_(world), random_(seed), excused_(std::move(excused)), lasting_(lasting) {}
+
+  void work(int rounds) {
+    for (int round = 0; round < rounds && !closed_; ++round) {
+      Request request = draw_request(random_);
+      std::set<std::int32_t> excused = excused_;
+      if (draw(random_, 0, 9) == 0) {
+        request.order.deadline_s = draw(random_, 0, 1) * 1e-4;
+        excused.insert(ETIMEDOUT);
+      }
+      const std::shared_ptr<Batch> batch = submit(request);
+      if (batch == nullptr || draw(random_, 0, 3) == 0) continue;  // dropped at once
+      while (!batch->wait(1000)) continue;
+      world_.complain(complaint(request, *batch, world_.tables, excused));
+      world_.complain(complaint_of_stats(request, batch->stats()));
+      if (!batch->failure() && draw(random_, 0, 3) == 0) keep({std::move(request), batch});
+    }
+    for (const Held& held : held_) check(held);
+  }
+
+ private:
+  std::shared_ptr<Batch> submit(const Request& request) {
+    while (true) {
+      try {
+        return world_.engine->submit(request.keys(), request.order);
+      } catch (const Overloaded&) {
+        held_.clear();
+        std::this_thread::yield();
+      } catch (const std::runtime_error& error) {
+        if (lasting_) world_.complain(error.what());
+        closed_ = true;
+        return nullptr;
+      }
+    }
+  }
+  // Pinned meanwhile, whatever the others push out.
+  void keep(Held held) {
+    held_.push_back(std::move(held));
+    if (held_.size() < 3) return;
+    check(held_.front());
+    held_.pop_front();
+  }
+  void check(const Held& held) {
+    world_.complain(complaint(held.request, *held.batch, world_.tables, {}));
+  }
+
+  World& world_;
+  Random random_;
+  std::set<std::int32_t> excused_;
+  bool lasting_;
+  bool closed_ = false;
+  std::deque<Held> held_;
+};
+
+// What a thread of the engine still holds after a batch is done, it gives back at once.
+bool drains(const Engine& engine) {
+  for (int tries = 0; tries < 10'000; ++tries) {
+    if (engine.in_flight_bytes() == 0) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+// A batch of many single rows takes every slot there is, unless one is pinned still.
+bool every_slot_can_be_taken(Engine& engine) {
+  RowCache* const cache = engine.cache();
+  if (cache == nullptr) return true;
+  std::vector<std::int64_t> ids(TestTables::kRows);  // a hundred for each set, or thereabouts
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  const std::uint64_t before = cache->counters().overflows;
+  const LayerKeys keys{
+      .layer = kTwoCopies, .ids = ids.data(), .position_stride = 1, .column_stride = 1};
+  const auto batch = engine.submit({keys}, {.positions = ids.size(), .columns = {0, 1, 1}});
+  while (!batch->wait(1000)) continue;
+  return cache->counters().overflows - before == ids.size() - cache->slots();
+}
+
+const std::vector<Setup> kSetups{
+    {.backend = "auto", .threads = 1, .depth = 1, .sets = 1},
+    {.backend = "auto", .threads = 3, .depth = 16, .sets = 2},
+    {.backend = "auto", .threads = 2, .depth = 4, .sets = 0},
+    {.backend = "auto", .threads = 2, .depth = 64, .sets = 32},
+    {.backend = "pread", .threads = 0, .depth = 8, .sets = 4},
+    {.backend = "pread", .threads = 12, .depth = 3, .sets = 1},
+    {.backend = "mmap", .threads = 3, .depth = 1, .sets = 2},
+};
+
+TEST_CASE(
+    "whatever many threads do to an engine, each gets its rows or the error that was caused") {
+  unsigned seed = 0;
+  for (const Setup& setup : kSetups) {
+    INFO(setup.backend << ", " << setup.threads << " threads, depth " << setup.depth << ", "
+                       << setup.sets << " sets");
+    World world(setup);
+    seed += 100;
+    in_parallel(5, [&](unsigned number) {
+      User user(world, seed + number);
+      user.work(60);
+      // Midway: what is read from now on comes from memory, row by row or all of it.
+      if (number == 0) world.engine->load_scales(kTwoCopies);
+      if (number == 1) world.engine->load_resident(kInterleaved);
+      if (number == 2) world.engine->load_resident(kTruncated);
+      user.work(60);
+    });
+    CHECK(world.complaints == std::vector<std::string>{});
+    CHECK(drains(*world.engine));
+    CHECK(every_slot_can_be_taken(*world.engine));
+    CHECK(drains(*world.engine));
+    world.engine->close();
+  }
+}
+
+TEST_CASE("closing a busy engine, or its reader first, leaves every batch done") {
+  unsigned seed = 1000;
+  for (const Setup& setup : kSetups) {
+    for (const bool reader_first : {false, true}) {
+      INFO(setup.backend << ", reader first: " << reader_first);
+      World world(setup);
+      seed += 100;
+      // Reads that a closed reader has not begun are cancelled; an engine finishes its own.
+      const auto excused = reader_first ? std::set{ECANCELED} : std::set<std::int32_t>{};
+      in_parallel(4, [&](unsigned number) {
+        User user(world, seed + number, excused, false);
+        if (number > 0) return user.work(1 << 20);
+        world.engine->load_resident(kTwoCopies);
+        user.work(20);
+        if (reader_first) world.reader->close();
+        world.engine->close();
+      });
+      CHECK(world.complaints == std::vector<std::string>{});
+      CHECK(drains(*world.engine));
+    }
+  }
+}
+
+TEST_CASE("batches keep their rows when engine and reader are gone") {
+  for (const Setup& setup : kSetups) {
+    auto world = std::make_unique<World>(setup, false, 64 << 20);
+    const TestTables& tables = world->tables;
+    Random random(7);
+    std::vector<Held> held;
+    for (int i = 0; i < 20; ++i) {
+      Request request = draw_request(random);
+      std::shared_ptr<Batch> batch = world->engine->submit(request.keys(), request.order);
+      held.push_back({std::move(request), std::move(batch)});
+    }
+    world->engine.reset();
+    world->reader.reset();
+    for (const Held& one : held) {
+      REQUIRE(one.batch->done());
+      CHECK(complaint(one.request, *one.batch, tables, {}) == "");
+    }
+  }
+}
+
+TEST_CASE("whoever asks for a row, and when, it is read once") {
+  for (Setup setup : kSetups) {
+    setup.sets = 64;  // holds all that is asked for
+    World world(setup, false);
+    std::atomic<std::uint64_t> reads{0};
+    std::mutex mutex;
+    std::set<std::int64_t> wanted;
+    in_parallel(6, [&](unsigned number) {
+      Random random(number);
+      for (int round = 0; round < 40; ++round) {
+        Request request{.layers = {kPacked}};
+        request.order = {.positions = 8, .lane = static_cast<Lane>(draw(random, 0, 2))};
+        Columns& columns = request.order.columns;
+        columns = {.begin = draw<std::size_t>(random, 0, 23), .end = 24, .group_rows = kGroupRows};
+        columns.end = draw<std::size_t>(random, columns.begin + 1, 24);
+        std::vector<std::int64_t>& ids = request.ids.emplace_back();
+        for (std::size_t i = 0; i < request.order.positions; ++i) {
+          const auto gram = draw<std::int64_t>(random, 0, 39);
+          for (std::int64_t c = 0; c < 24; ++c) ids.push_back(c * 100 + gram);
+        }
+        const auto batch = world.engine->submit(request.keys(), request.order);
+        while (!batch->wait(1000)) continue;
+        world.complain(complaint(request, *batch, world.tables, {}));
+        reads += batch->stats().reads;
+        const std::lock_guard lock(mutex);
+        request.for_each([&](std::int64_t, std::int64_t id) {
+          wanted.insert(id);  // of one n-gram each
+        });
+      }
+    });
+    CHECK(world.complaints == std::vector<std::string>{});
+    CHECK(reads.load() == wanted.size());
+    CHECK(world.engine->cache()->counters().overflows == 0);
+    CHECK(world.engine->cache()->counters().evictions == 0);
+  }
+}
+
+}  // namespace
+}  // namespace engram::test
