@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from engram_kernels import _core
 from engram_kernels._core import PAGE_BYTES, RowKind
 from engram_server.convert.pipeline import in_parallel
 from engram_server.convert.source import RowReader, Source
-from engram_server.convert.target import Chunk, Target, pack_piece
+from engram_server.convert.target import Chunk, Section, Target, pack_piece
 from engram_server.tables.bulk import BulkFile, bulk_buffer
 from engram_server.tables.errors import TableError
 
@@ -50,10 +50,7 @@ def chunks_to_compare(target: Target, mode: VerifyMode, chunk_bytes: int) -> lis
         return list(target.chunks(PAGE_BYTES, chunk_bytes))
     if mode == "none" and not is_requantised(target):
         return []
-    by_section: dict[int, list[Chunk]] = {}
-    for chunk in target.chunks(PAGE_BYTES, SAMPLE_CHUNK_BYTES):
-        by_section.setdefault(chunk.section.offset, []).append(chunk)
-    return [chunk for chunks in by_section.values() for chunk in _spread(chunks)]
+    return [chunk for section in target.sections for chunk in _spread(section)]
 
 
 def compare(
@@ -72,8 +69,7 @@ def compare(
     if not chunks:
         return None
     size, rows = max(chunk.size for chunk in chunks), max(chunk.rows for chunk in chunks)
-    cosines: list[NDArray[np.float64]] = []
-    lock = threading.Lock()
+    cosines = _Cosines()
 
     def make_worker() -> Callable[[Chunk], None]:
         reader = RowReader(files, rows, source.kind)
@@ -86,9 +82,7 @@ def compare(
                 pack_piece(chunk, first, codes, scales, expected[: chunk.size])
                 if packed is not None:
                     begin = first - chunk.first
-                    found = _core.row_cosines(codes, scales, packed[begin : begin + len(codes)])
-                    with lock:
-                        cosines.append(found)
+                    cosines.add(_core.row_cosines(codes, scales, packed[begin : begin + len(codes)]))
             if not np.array_equal(actual, expected[: chunk.size]):
                 raise TableError(_difference(target, chunk, actual, expected[: chunk.size]))
             advance(chunk.size)
@@ -96,16 +90,35 @@ def compare(
         return work
 
     in_parallel(chunks, make_worker, threads)
-    if not cosines:
-        return None
-    found = np.concatenate(cosines)
-    return Fidelity(len(found), float(found.mean()), float(found.min()), clipped_blocks=0)
+    return cosines.fidelity()
 
 
-def _spread(chunks: list[Chunk]) -> Iterator[Chunk]:
-    count = min(SAMPLE_CHUNKS, len(chunks))
+@dataclass
+class _Cosines:
+    """Of rows, as threads compute them: the sum and the least, since a table has too many to keep."""
+
+    rows: int = 0
+    sum: float = 0.0
+    least: float = 1.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, cosines: NDArray[np.float64]) -> None:
+        with self._lock:
+            self.rows += len(cosines)
+            self.sum += float(cosines.sum())
+            self.least = min(self.least, float(cosines.min()))
+
+    def fidelity(self) -> Fidelity | None:
+        if self.rows == 0:
+            return None
+        return Fidelity(self.rows, self.sum / self.rows, self.least, clipped_blocks=0)
+
+
+def _spread(section: Section) -> Iterator[Chunk]:
+    stretches = section.chunk_count(SAMPLE_CHUNK_BYTES)
+    count = min(SAMPLE_CHUNKS, stretches)
     for i in range(count):
-        yield chunks[i * (len(chunks) - 1) // max(1, count - 1)]
+        yield section.chunk(i * (stretches - 1) // max(1, count - 1), SAMPLE_CHUNK_BYTES)
 
 
 def _packed_rows(chunk: Chunk, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -59,6 +59,18 @@ class Section:
             return -(-rows // self.unit_rows) * PAGE_BYTES
         return -(-rows * _core.packed_row_bytes(self.kind) // PAGE_BYTES) * PAGE_BYTES
 
+    def chunk_count(self, chunk_bytes: int) -> int:
+        """Chunks of about so many bytes that the table is cut into."""
+        return -(-self.table.rows // self._chunk_rows(chunk_bytes))
+
+    def chunk(self, number: int, chunk_bytes: int) -> Chunk:
+        """One of them."""
+        step = self._chunk_rows(chunk_bytes)
+        return Chunk(self, number * step, min(step, self.table.rows - number * step))
+
+    def _chunk_rows(self, chunk_bytes: int) -> int:
+        return max(1, chunk_bytes // self.unit_bytes) * self.unit_rows
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -106,7 +118,7 @@ class Target:
             if begin >= section.offset + section.padded_bytes:
                 continue
             skipped = max(0, begin - section.offset) // section.unit_bytes * section.unit_rows
-            step = max(1, chunk_bytes // section.unit_bytes) * section.unit_rows
+            step = section.chunk(0, chunk_bytes).rows
             for first in range(skipped, section.table.rows, step):
                 yield Chunk(section, first, min(step, section.table.rows - first))
 
