@@ -17,12 +17,6 @@ namespace {
 // How many groups ahead of its unpinning an entry is fetched.
 constexpr std::size_t kUnpinAhead = 8;
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 // What one read brings of a row.
 enum Part : unsigned {
   kRecord,  // codes, scales and seal
@@ -72,6 +66,10 @@ std::size_t Batch::next(std::span<Read> out, Room& room) {
   std::size_t count = 0;
   while (count < out.size() && at_ < to_read_.size()) {
     Miss& miss = *to_read_[at_];
+    if (gave_up_ && !begun_ && !shared_->cache->awaited(miss)) {
+      review_ = true;  // without the lock, and all that is left at once
+      return count;
+    }
     if (!begun_) {
       const std::uint8_t copy = least_loaded_copy(miss, room);
       // Not begun before its first read can go: until then a lane that goes first may take it over.
@@ -203,15 +201,12 @@ void Batch::tell(Miss* over) {
   }
 }
 
-bool Batch::wants_out() const {
-  if (gave_up_) return false;
-  return cancelled_.load(std::memory_order_relaxed) ||
-         (deadline_ns_ != 0 && now_ns() > deadline_ns_);
-}
+bool Batch::wants_out() const { return gave_up_ ? review_ : wanted_.why_not() != 0; }
 
 bool Batch::give_up() {
   gave_up_ = true;
-  const std::int32_t why = cancelled_.load(std::memory_order_relaxed) ? ECANCELED : ETIMEDOUT;
+  review_ = false;
+  const std::int32_t why = wanted_.why_not();
   // In place: on an io thread, which has nobody to tell that it is out of memory.
   std::size_t kept = 0;
   if (begun_) to_read_[kept++] = to_read_[at_++];  // in the middle of its reads

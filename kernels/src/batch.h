@@ -165,7 +165,7 @@ class Batch final : public ReadSource {
   std::byte* gather_resident(const LayerRows& rows, std::size_t position, const Output& output,
                              std::byte* out) const;
 
-  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+  void cancel() { wanted_.drop(); }
   void fail_all(std::int32_t why);
   void find_failure();
   void release_work();
@@ -176,7 +176,7 @@ class Batch final : public ReadSource {
   std::uint64_t tag_ = 0;
   bool notify_ = false;
   Lane lane_ = Lane::decode;
-  std::int64_t deadline_ns_ = 0;  // of the steady clock; 0 = none
+  Wanted wanted_;
   std::size_t positions_ = 0;
   Columns columns_;
   std::uint64_t reserved_bytes_ = 0;
@@ -191,9 +191,9 @@ class Batch final : public ReadSource {
   std::size_t at_ = 0;        // in to_read_
   bool begun_ = false;        // that miss has its copy and its count of reads
   std::uint8_t emitted_ = 0;  // of these, handed out
-  bool gave_up_ = false;
+  bool gave_up_ = false;      // what is left is read for others
+  bool review_ = false;       // and some of them have given up, too
   std::int32_t failed_whole_ = 0;
-  std::atomic<bool> cancelled_{false};
   std::atomic<std::size_t> parts_{1};  // misses that are not over, and planning or the queue
 
   BatchStats stats_;

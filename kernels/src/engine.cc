@@ -72,9 +72,7 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
   batch->columns_ = order.columns;
   if (order.deadline_s) {
     const std::chrono::duration<double> from_now(*order.deadline_s);
-    batch->deadline_ns_ = (std::chrono::steady_clock::now().time_since_epoch() +
-                           std::chrono::duration_cast<std::chrono::nanoseconds>(from_now))
-                              .count();
+    batch->wanted_.set_deadline(std::chrono::duration_cast<std::chrono::nanoseconds>(from_now));
   }
   reserve(*batch, bytes);
   batch->layers_.reserve(keys.size());

@@ -234,6 +234,7 @@ Miss& Planner::new_miss(std::uint32_t group) {
   Miss& miss = batch_.misses_.emplace_back();
   batch_.parts_.fetch_add(1, std::memory_order_relaxed);
   miss.batch = &batch_;
+  miss.wanted = &batch_.wanted_;
   miss.group = group;
   miss.lane = batch_.lane_;
   return miss;

@@ -171,8 +171,8 @@ std::size_t ReadQueue::take_from(Lane lane, std::span<Claimed> out, std::vector<
     for (std::size_t i = 0; i < count; ++i) {
       out[i] = {.source = source, .read = reads[i], .lane = lane};
     }
-    if (source->exhausted()) {
-      leaving.push_back({.source = source, .lane = lane, .exhausted = true});
+    if (source->exhausted() || source->wants_out()) {
+      leaving.push_back({.source = source, .lane = lane, .exhausted = source->exhausted()});
     } else {
       sources.push_back(source);
     }

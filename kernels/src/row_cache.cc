@@ -127,16 +127,26 @@ Miss* RowCache::ended(Miss& miss) {
   return settle(entries_[miss.entry], miss);
 }
 
+bool RowCache::awaited(const Miss& miss) const {
+  const std::lock_guard lock(set_of_entry(miss.entry).mutex);
+  return awaited_in(entries_[miss.entry], miss);
+}
+
+bool RowCache::awaited_in(const Entry& entry, const Miss& miss) const {
+  for (const Miss* other = entry.misses; other != nullptr; other = other->next) {
+    if (other != &miss && (other->waits & miss.reads) != 0 && other->wanted->why_not() == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool RowCache::give_up(Miss& miss, std::int32_t why, bool regardless, Miss*& over) {
   over = nullptr;
   const std::lock_guard lock(set_of_entry(miss.entry).mutex);
   if (miss.state.load(std::memory_order_acquire) != Miss::State::queued || miss.ended) return true;
   Entry& entry = entries_[miss.entry];
-  if (!regardless) {
-    for (const Miss* other = entry.misses; other != nullptr; other = other->next) {
-      if (other != &miss && (other->waits & miss.reads) != 0) return false;
-    }
-  }
+  if (!regardless && awaited_in(entry, miss)) return false;
   miss.state.store(Miss::State::started, std::memory_order_release);
   miss.fail(miss.reads, why);
   over = settle(entry, miss);

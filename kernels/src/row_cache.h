@@ -21,6 +21,7 @@
 
 #include "read_queue.h"
 #include "row_group.h"
+#include "wanted.h"
 
 namespace engram {
 
@@ -35,8 +36,9 @@ struct alignas(64) Miss {
   };
 
   Batch* batch = nullptr;
-  std::byte* data = nullptr;  // the group's rows: a cache slot, or memory of the batch
-  std::uint32_t group = 0;    // number in the batch
+  const Wanted* wanted = nullptr;  // of the batch
+  std::byte* data = nullptr;       // the group's rows: a cache slot, or memory of the batch
+  std::uint32_t group = 0;         // number in the batch
   std::uint32_t entry = kNoEntry;
   Lane lane = Lane::decode;
   RowMask need = 0;    // rows the batch wants and did not find
@@ -126,9 +128,10 @@ class RowCache {
   // The reads of a started miss have ended, well or as `failed` says. Returns the misses that are
   // over with it, linked by `next`; the caller tells their batches.
   Miss* ended(Miss& miss);
-  // Gives up a miss whose reads have not begun; but when another miss waits for them, and unless
-  // `regardless`, returns false and leaves it. By the thread that would begin them. `over` as
-  // ended().
+  // Whether a miss of a batch that is still wanted waits for the reads of this one.
+  bool awaited(const Miss& miss) const;
+  // Gives up a miss whose reads have not begun; but when it is awaited, and unless `regardless`,
+  // returns false and leaves it. By the thread that would begin them. `over` as ended().
   bool give_up(Miss& miss, std::int32_t why, bool regardless, Miss*& over);
 
   // Makes all slots ready, unless `stop` turns true: the kernel clears memory when it is first
@@ -207,6 +210,7 @@ class RowCache {
   std::uint32_t make(Set& set, const RowGroup& group, std::uint64_t hash);
   RowMask enter(Entry& entry, std::uint32_t at, Miss& miss, RowMask missing);
   Set& set_of_entry(std::uint32_t entry) const { return sets_[entry / kWays]; }
+  bool awaited_in(const Entry& entry, const Miss& miss) const;
   static Miss* settle(Entry& entry, Miss& miss);
 
   std::size_t slot_bytes_;
