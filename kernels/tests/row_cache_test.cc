@@ -38,6 +38,7 @@ struct Cache {
     looked.found = rows.lookup(group, hash(group), need, [&]() -> Miss& {
       looked.miss = &misses.emplace_back();
       looked.miss->lane = lane;
+      looked.miss->wanted = &wanted;
       return *looked.miss;
     });
     return looked;
@@ -63,6 +64,7 @@ struct Cache {
   RowCache rows;
   GroupHash hash;
   std::deque<Miss> misses;
+  Wanted wanted;  // by whom they are all made
 };
 
 using Misses = std::vector<Miss*>;
@@ -187,6 +189,8 @@ TEST_CASE("a miss is given up unless others wait for it, and then only regardles
     CHECK(apart.miss->error.load() == ECANCELED);
   }
   const auto waits = cache.look(0, 0x08);
+  CHECK(cache.rows.awaited(*reads.miss));
+  CHECK_FALSE(cache.rows.awaited(*waits.miss));
   CHECK_FALSE(cache.rows.give_up(*reads.miss, ECANCELED, false, over));
   CHECK(over == nullptr);
   CHECK(cache.rows.give_up(*reads.miss, ETIMEDOUT, true, over));
@@ -195,6 +199,20 @@ TEST_CASE("a miss is given up unless others wait for it, and then only regardles
   CHECK(waits.miss->error.load() == ETIMEDOUT);
   // What was given up is free to be read by the next.
   CHECK(cache.look(0, 0xFF).found.own == 0xFF);
+}
+
+TEST_CASE("those who have given up themselves do not keep a miss from being given up") {
+  Cache cache;
+  Wanted impatient;
+  const auto reads = cache.look(0, 0xFF);
+  const auto waits = cache.look(0, 0xFF);
+  waits.miss->wanted = &impatient;
+  CHECK(cache.rows.awaited(*reads.miss));
+  impatient.drop();
+  CHECK_FALSE(cache.rows.awaited(*reads.miss));
+  Miss* over = nullptr;
+  CHECK(cache.rows.give_up(*reads.miss, ECANCELED, false, over));
+  CHECK(Cache::listed(over).size() == 2);
 }
 
 TEST_CASE("reads that have begun, or that others have taken over, are not given up") {
@@ -230,6 +248,7 @@ TEST_CASE("of a read's beginning, a take-over and giving up, one happens") {
     Cache cache;
     const auto bulk = cache.look(0, 0xFF, Lane::prefill);
     Miss decode_miss;
+    decode_miss.wanted = &cache.wanted;
     std::atomic<int> reading{0};
     std::atomic<int> over_count{0};
     const auto count = [&](Miss* over) {
