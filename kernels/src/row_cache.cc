@@ -163,7 +163,9 @@ Miss* RowCache::settle(Entry& entry, Miss& miss) {
   for (Miss** link = &entry.misses; *link != nullptr;) {
     Miss& other = **link;
     if (const RowMask bad = other.waits & failed; bad != 0 && &other != &miss) {
-      other.fail(bad, miss.error.load(std::memory_order_relaxed));
+      // Who has given up itself knows why.
+      const std::int32_t own = other.wanted->why_not();
+      other.fail(bad, own != 0 ? own : miss.error.load(std::memory_order_relaxed));
     }
     other.waits &= static_cast<RowMask>(~miss.reads);
     if (other.waits == 0 && other.ended) {
