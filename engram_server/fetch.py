@@ -39,11 +39,11 @@ class Admission:
 class Fetcher:
     """Fetches rows for the service, within its limits. Belongs to the event loop it was made on."""
 
-    def __init__(self, memory: Memory, limits: Limits, on_truncated: Callable[[str], None]) -> None:
-        """on_truncated is told, in words, that a table's file ends before its rows do."""
+    def __init__(self, memory: Memory, limits: Limits, on_damage: Callable[[str], None]) -> None:
+        """on_damage is told, in words, that a table's file ends before its rows do, or holds other bytes."""
         self._memory = memory
         self._limits = limits
-        self._on_truncated = on_truncated
+        self._on_damage = on_damage
         self._completions = Completions(memory.engine)
         self._pending_rows = 0
 
@@ -103,14 +103,17 @@ class Fetcher:
             await asyncio.sleep(_BUDGET_POLL_S)
 
     async def rows_read(self, batch: _core.Batch, terms: Terms) -> None:
-        """Wait until every read of a batch has ended, well or badly. Raises DeadlinePassedError."""
-        if batch.done:
-            return
-        try:
-            async with asyncio.timeout(terms.left_s()):
-                await self._completions.wait(batch)
-        except TimeoutError:
-            raise DeadlinePassedError("the rows were not read in the time allowed") from None
+        """Wait until every read of a batch has ended, well or badly.
+
+        Raises DeadlinePassedError, and TableChangedError as Memory.ensure_unwritten.
+        """
+        if not batch.done:
+            try:
+                async with asyncio.timeout(terms.left_s()):
+                    await self._completions.wait(batch)
+            except TimeoutError:
+                raise DeadlinePassedError("the rows were not read in the time allowed") from None
+        self._memory.ensure_unwritten()
 
     async def gather(
         self, batch: _core.Batch, block: Block, first: int, count: int, format: _core.Format, terms: Terms
@@ -122,8 +125,8 @@ class Fetcher:
             small = count * block.item_bytes <= _SMALL_BYTES
             return gather() if small else await asyncio.to_thread(gather)
         except _core.RowError as error:
-            if error.error == _core.ERROR_TRUNCATED:
-                self._on_truncated(str(error))
+            if error.error in (_core.ERROR_TRUNCATED, _core.ERROR_CHECKSUM):
+                self._on_damage(str(error))
             terms.explain(error)
             raise
 

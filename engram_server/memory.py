@@ -19,7 +19,7 @@ import numpy as np
 from engram_kernels import _core
 from engram_server.spec import EngramSpec
 from engram_server.tables.checkpoint import PlaneRef, TableRef
-from engram_server.tables.errors import TableError
+from engram_server.tables.errors import TableChangedError, TableError
 from engram_server.tables.opened import OpenedTables, open_tables
 from engram_server.tables.placement import ScaleDecision, ScaleMode, decide_scales
 from engram_server.tables.store import Store, StoreTable
@@ -161,6 +161,17 @@ class Memory:
             token_map=token_map,
             hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
         )
+
+    def ensure_unwritten(self) -> None:
+        """Call when rows have been read, before they are handed over.
+
+        Raises TableChangedError when a file in place was written to since it was opened: its rows may be any
+        mixture. (Rows of a packed store carry checksums, and a file that became shorter has no more to give.)
+        """
+        if isinstance(self.checkpoint, Store):
+            return
+        if change := self.reader.written():
+            raise TableChangedError(f"{change}; its rows cannot be trusted: open it again")
 
     @property
     def loads(self) -> Literal["tables", "scales", ""]:

@@ -31,6 +31,8 @@ log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
+_WATCH_S = 1.0
+"""Between two looks at the table files."""
 _LOAD_POLL_S = 0.2
 _UDS_PATH_BYTES_MAX = 107
 """sun_path of sockaddr_un, without its closing zero."""
@@ -86,7 +88,7 @@ async def _serve(options: ServeOptions, memory: Memory, keeper: HotSetKeeper | N
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         unhealthy = _Unhealthy(status)
-        service = EngramService(memory, options.limits, on_truncated=unhealthy.report)
+        service = EngramService(memory, options.limits, on_damage=unhealthy.report)
         closing.callback(service.close)
         service.register(server)
 
@@ -95,7 +97,9 @@ async def _serve(options: ServeOptions, memory: Memory, keeper: HotSetKeeper | N
         await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
         print(_ready_line(options, memory, addresses), flush=True)
         loading = asyncio.create_task(_log_loading(memory))
-        closing.callback(loading.cancel)
+        watching = asyncio.create_task(_watch_files(memory, unhealthy))
+        for task in (loading, watching):
+            closing.callback(task.cancel)
         if keeper is not None:
             keeper.start()
 
@@ -139,6 +143,13 @@ async def _log_loading(memory: Memory) -> None:
             log.info("%s: %.0f %% in memory", what, 100 * loaded / rows)
             tenth = loaded * 10 // rows + 1
         await asyncio.sleep(_LOAD_POLL_S)
+
+
+async def _watch_files(memory: Memory, unhealthy: _Unhealthy) -> None:
+    """Report the first change of a table file, also when nobody asks for its rows."""
+    while not (change := memory.reader.change()):
+        await asyncio.sleep(_WATCH_S)
+    unhealthy.report(change)
 
 
 async def _set_health(status: health.aio.HealthServicer, state: int) -> None:

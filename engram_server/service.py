@@ -34,11 +34,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class EngramService:
     """Answers lookups from one `Memory`. Make it on the event loop that serves; `register` it with a server."""
 
-    def __init__(self, memory: Memory, limits: Limits, on_truncated: Callable[[str], None]) -> None:
-        """on_truncated is told, in words, that a table's file ends before its rows do."""
+    def __init__(self, memory: Memory, limits: Limits, on_damage: Callable[[str], None]) -> None:
+        """on_damage is told, in words, that a table's file ends before its rows do, or holds other bytes."""
         self._memory = memory
         self._limits = limits
-        self._fetcher = Fetcher(memory, limits, on_truncated)
+        self._fetcher = Fetcher(memory, limits, on_damage)
         self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
         self._server_id = secrets.token_hex(16)
         self._streams: WeakSet[ReplyStream] = WeakSet()

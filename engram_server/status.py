@@ -8,6 +8,7 @@ import grpc
 
 from engram_kernels import _core
 from engram_server.lookup import InvalidRequestError, MismatchError
+from engram_server.tables.errors import TableChangedError
 from engram_server.terms import DeadlinePassedError, UnsupportedError
 
 log = logging.getLogger("engram_server")
@@ -37,7 +38,7 @@ def _code_and_text(error: Exception) -> tuple[grpc.StatusCode, str]:
             return grpc.StatusCode.INVALID_ARGUMENT, str(error)
         case MismatchError():
             return grpc.StatusCode.FAILED_PRECONDITION, str(error)
-        case _core.RowError():
+        case _core.RowError() | TableChangedError():
             log.error("lookup failed: %s", error)
             return grpc.StatusCode.DATA_LOSS, str(error)
         case _core.OverloadedError():

@@ -1,7 +1,9 @@
 """The wire contract, spoken by hand: statuses, streams, limits, health, and what a server survives."""
 
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from support.truth import Truth
 
 from engram_client._proto import engram_pb2 as pb
 from engram_client._proto import engram_pb2_grpc as pb_grpc
+from engram_server.cli import main
+from engram_server.tables.checkpoint import open_checkpoint
+from engram_server.tables.store import open_store
 
 Code = grpc.StatusCode
 LIMITS = {
@@ -434,6 +439,69 @@ def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, 
         health = health_pb2_grpc.HealthStub(channel)
         check = health_pb2.HealthCheckRequest(service="engram.v1.Engram")
         until(lambda: health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["in place", "packed"])
+def test_a_table_written_to_is_not_trusted_any_more(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth, packed: bool
+) -> None:
+    """In place, no row is: nothing tells a good one. In a packed store each row's checksum does."""
+    if packed:
+        path = table = tmp_path / "tables.engram"
+        assert main(["convert", str(fp4_checkpoint), str(path), "--verify", "none"]) == 0
+        layer = next(table for table in open_store(path).tables if table.layer == 14)
+        offset = layer.offset + 5 // 29 * 4096 + 5 % 29 * 140
+    else:
+        path = tmp_path / "checkpoint"
+        shutil.copytree(fp4_checkpoint, path)
+        (table,) = path.glob("*00048-of*")
+        offset = open_checkpoint(path).tables[1].codes.offset + 5 * 128
+    with (
+        serving(path, tmp_path, cache_bytes=0) as server,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        stub = pb_grpc.EngramStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        check = health_pb2.HealthCheckRequest(service="engram.v1.Engram")
+        expected = truth.rows(14, [5, 6], "packed").tobytes()
+        assert stub.Lookup(rows(14, [5, 6]), timeout=60).payload == expected
+        with table.open("r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 1]))
+        code, details = refusal(lambda: stub.Lookup(rows(14, [5]), timeout=60))
+        assert code == Code.DATA_LOSS
+        assert ("checksum" if packed else f"{table} was written to since it was opened") in details
+        if packed:
+            assert (
+                stub.Lookup(rows(14, [6, 4]), timeout=60).payload
+                == truth.rows(14, [6, 4], "packed").tobytes()
+            )
+        else:
+            assert refusal(lambda: stub.Lookup(rows(1, [0]), timeout=60))[0] == Code.DATA_LOSS
+        until(lambda: health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def test_a_table_replaced_by_name_goes_on_being_served(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(fp4_checkpoint, path)
+    (table,) = path.glob("*00048-of*")
+    with (
+        serving(path, tmp_path, cache_bytes=0) as server,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        stub = pb_grpc.EngramStub(channel)
+        (tmp_path / "other").write_bytes(bytes(table.stat().st_size))
+        (tmp_path / "other").rename(table)
+        for _ in range(3):
+            assert_exact(stub, truth)
+            time.sleep(0.7)  # longer than between two looks at the files
+        check = health_pb2.HealthCheckRequest(service="engram.v1.Engram")
+        status = health_pb2_grpc.HealthStub(channel).Check(check).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
 
 
 def failed_start(path: Path, folder: Path, **options: Any) -> str:

@@ -33,6 +33,7 @@ from engram_server import lookup, prefetch, wire
 from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.prefetch import Prefetcher
+from engram_server.tables.errors import TableChangedError
 from engram_server.terms import DeadlinePassedError, Terms, lane_by_size
 
 _FORMATS = {name: format for format, name in lookup.FORMAT_NAMES.items()}
@@ -133,6 +134,7 @@ class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
                     ahead = plan.blocks[index + 1].submit(self._memory.engine, terms)
             if not batch.wait(terms.left_s()):
                 raise DeadlinePassedError("the rows were not read in the time allowed")
+            self._memory.ensure_unwritten()
             end = filled + block.payload_bytes
             try:
                 block.payload_into(batch, plan.shape.format, payload[filled:end])
@@ -190,7 +192,7 @@ def _client_errors() -> Iterator[None]:
         raise MismatchError(str(error)) from error
     except DeadlinePassedError as error:
         raise DeadlineError(str(error)) from error
-    except _core.RowError as error:
+    except (_core.RowError, TableChangedError) as error:
         raise DataLossError(str(error)) from error
     except _core.OverloadedError as error:
         raise OverloadedError(str(error)) from error
