@@ -192,11 +192,11 @@ class RowCache {
   // Bit w is set when way w has the tag.
   static std::uint32_t matches(const Set& set, std::uint8_t tag) {
     constexpr std::uint64_t kLows = 0x7F7F7F7F7F7F7F7F;
+    constexpr std::uint64_t kOnes = 0x0101010101010101;
     std::uint32_t ways = 0;
     for (unsigned half = 0; half < 2; ++half) {
       // Bytes that are equal become 0, then 0x80, all others 0; their high bits are then gathered.
-      const std::uint64_t differs =
-          set.tags[half].load(std::memory_order_relaxed) ^ (0x0101010101010101 * tag);
+      const std::uint64_t differs = set.tags[half].load(std::memory_order_relaxed) ^ (kOnes * tag);
       const std::uint64_t equal = ~(((differs & kLows) + kLows) | differs | kLows);
       ways |= static_cast<std::uint32_t>((equal * 0x0002040810204081) >> 56) << (8 * half);
     }
