@@ -27,7 +27,7 @@ A first look, without the 190 GiB of a real checkpoint:
   engram-server convert /data/small /data/small.store           one read per row, and a checksum for each
   engram-server doctor /data/small                              how fast this machine reads them, and how
   engram-server serve /data/small                               serve them on 127.0.0.1:50051
-  engram-server lookup 127.0.0.1:50051 --tokens 0,3,17          ask for rows
+  engram-server lookup 127.0.0.1:50051 --tokens 0,3,17          ask for rows, in another terminal
 """
 
 
@@ -339,7 +339,8 @@ def _add_serve(command: Callable[..., Any]) -> None:
 _WARM = """\
 Counts which row groups a corpus asks for and writes the most frequent ones to a hot set, for `serve --hot-set`.
 CORPUS is text files, .npy files of int32 token ids, or folders of both. Works in bounded memory at any size: when
-there are too many different n-grams, the rarest are forgotten.
+there are too many different n-grams, the rarest are forgotten. In folders, files that end in .txt, .md, .rst, .html,
+.htm, .jsonl, .csv or .npy are taken.
 
   engram-server warm /models/DeepSeek-V4.1-Flash /data/prompts --output hot.set
   engram-server serve /models/DeepSeek-V4.1-Flash --hot-set hot.set"""
@@ -363,19 +364,23 @@ def _add_warm(command: Callable[..., Any]) -> None:
 
 
 _LOOKUP = """\
-TARGET is a checkpoint (its rows are read in this process) or a server: HOST:PORT or unix:PATH.
+TARGET is a checkpoint or packed store (read in this process) or a server: HOST:PORT or unix:PATH.
 
   engram-server lookup /data/small --tokens 0,3
   engram-server lookup 127.0.0.1:50051 --text "The quick brown fox" --format fp32 --output rows.npy
   engram-server lookup unix:/run/engram.sock --rows 14:0,17,4810603 --format packed
 
 --output writes [tokens, 48, row] for tokens and text (layer 1's 24 columns first), [n, row] for --rows: uint8 for the
-packed formats, uint16 bit patterns for bf16, float32 for fp32."""
+packed formats, uint16 bit patterns for bf16, float32 for fp32.
+
+The line of numbers is the cost: rows asked for; distinct ones; of these, rows from the cache and rows that joined a
+read already under way; reads submitted and their bytes, whole blocks of the device; groups, the 8 rows of one n-gram
+in one layer (a lone row is one)."""
 
 
 def _add_lookup(command: Callable[..., Any]) -> None:
     sub = command("lookup", _lookup, "look rows up", _LOOKUP)
-    sub.add_argument("target", metavar="TARGET", help="checkpoint path, HOST:PORT or unix:PATH")
+    sub.add_argument("target", metavar="TARGET", help="path, HOST:PORT or unix:PATH")
     keys = sub.add_mutually_exclusive_group(required=True)
     keys.add_argument("--tokens", type=_integers, metavar="ID,...", help="token ids of one sequence")
     keys.add_argument("--text", metavar="TEXT", help="text, tokenised without special tokens")
@@ -468,12 +473,13 @@ def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
         metavar="SIZE",
         help="memory for rows of all requests in flight (1GiB); more is refused as overload",
     )
+    default = f"{cache_bytes >> 30}GiB" if cache_bytes else "the default"
     group.add_argument(
         "--cache-bytes",
         type=_size,
         default=cache_bytes,
         metavar="SIZE",
-        help=f"memory for rows that were read, kept by row group; 0: no cache ({cache_bytes >> 30}GiB)",
+        help=f"memory for rows that were read, kept by row group; 0: no cache ({default})",
     )
     group.add_argument(
         "--resident",
