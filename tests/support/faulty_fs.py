@@ -52,7 +52,7 @@ def faulty_fs(source: Path, mountpoint: Path, control: Path, page_cache: bool = 
     arguments = [str(path) for path in (source, mountpoint, control)] + ["cached" if page_cache else "direct"]
     daemon = subprocess.Popen([sys.executable, __file__, *arguments])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not os.path.ismount(mountpoint):
             if daemon.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("the test file system did not mount: are fuse3 and /dev/fuse here?")
