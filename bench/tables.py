@@ -51,13 +51,14 @@ def open_memory(path: Path, **options: Any) -> Memory:
     """Tables as the server opens them, scales in memory: one read a row. Waits until the scales are there."""
     memory = Memory.open(path, MemoryOptions(**{"scales": "memory"} | options))
     try:
-        while True:
-            loaded, rows, error = memory.scale_progress()
+        while memory.loads:
+            loaded, rows, error = memory.load_progress()
             if error:
                 raise OSError(error)
             if loaded == rows:
-                return memory
+                break
             time.sleep(0.05)
+        return memory
     except BaseException:
         memory.close()
         raise
