@@ -461,7 +461,7 @@ def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
     )
     group.add_argument(
         "--io-threads",
-        type=int,
+        type=_count,
         default=0,
         metavar="N",
         help="io threads (0: one per hardware queue, at most 4)",
@@ -503,10 +503,16 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 0,3,17") from None
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+def _count(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,6}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 999999")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (count := _count(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is not a positive integer")
+    return count
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,10 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())
             found += [file for file in inside if file.suffix in (*TEXT_SUFFIXES, TOKEN_SUFFIX)]
-        elif path.exists():
+        elif path.is_file():
             found.append(path)
+        elif path.exists():
+            raise CorpusError(f"{path} is neither a file nor a folder, but a device or a pipe: give a file")
         else:
             raise CorpusError(f"there is no corpus {path}")
     if not found:
@@ -54,7 +57,7 @@ def token_pieces(file: Path, encoder: Encoder) -> Iterator[tuple[NDArray[np.int3
 def _array_pieces(file: Path) -> Iterator[tuple[NDArray[np.int32], int]]:
     try:
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError, SyntaxError, TokenError) as error:
         raise CorpusError(f"{file} is not a NumPy array: {error}") from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise CorpusError(f"{file} is not a one-dimensional int32 array of token ids")

@@ -133,6 +133,8 @@ def check_place(path: Path) -> None:
     """Raise HotSetError when a hot set cannot be kept at `path`: another file is there, or no directory."""
     if not path.parent.is_dir():
         raise HotSetError(f"there is no directory {path.parent} to keep the hot set {path.name} in")
+    if path.exists() and not path.is_file():  # a pipe's open would wait for its other end
+        raise HotSetError(f"{path} is not a regular file: choose another path for the hot set")
     if path.exists():
         with path.open("rb") as file:
             start = file.read(len(MAGIC))

@@ -95,6 +95,8 @@ class Memory:
     token_map: TokenMap | None
     hash: _core.NgramHash | None
     """None without a tokenizer: then only row ids can be looked up."""
+    all_packed: bool
+    """Whether every copy of the tables is a packed store."""
 
     @property
     def spec(self) -> EngramSpec:
@@ -160,17 +162,18 @@ class Memory:
             scale_decision=scales,
             token_map=token_map,
             hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
+            all_packed=all(isinstance(copy, Store) for copy in copies),
         )
 
     def ensure_unwritten(self) -> None:
         """Call when rows have been read, before they are handed over.
 
-        Raises TableChangedError when a file in place was written to since it was opened: its rows may be any
-        mixture. (Rows of a packed store carry checksums, and a file that became shorter has no more to give.)
+        Raises TableChangedError when a file was written to, or cut, since it was opened: rows in place may be any
+        mixture, also while another table is copied over them. (Rows of packed stores carry checksums.)
         """
-        if isinstance(self.checkpoint, Store):
+        if self.all_packed:
             return
-        if change := self.reader.written():
+        if change := self.reader.change():
             raise TableChangedError(f"{change}; its rows cannot be trusted: open it again")
 
     @property

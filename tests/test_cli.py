@@ -205,6 +205,8 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
         ("lookup", fp4_checkpoint, "--rows", "14"),
         ("lookup", fp4_checkpoint, "--tokens", "1", "--rows", "14:1"),
         ("serve", fp4_checkpoint, "--io-depth", "0"),
+        ("serve", fp4_checkpoint, "--io-depth", "9" * 20),
+        ("serve", fp4_checkpoint, "--io-threads=-1"),
     ):
         result = engram_server(*arguments)
         assert result.returncode == 2

@@ -496,6 +496,59 @@ def test_names_that_cannot_be_written(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_nothing_but_files_of_ours_is_written_over(
+    fp8_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--force replaces an old store; not the source, nor what a link or a device stands for."""
+    shards = tmp_path / "shards"
+    assert main(["convert", str(fp8_checkpoint), str(shards), "--to", "dsv41"]) == 0
+    first = shards / "engram-layer-01.dsv41"
+    shutil.copy(first, shards / "a.partial")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "b.store.partial").symlink_to(first)
+    before = {path: path.read_bytes() for path in shards.iterdir()}
+    for source, out, words in (
+        (first, [first], "is what would be converted"),
+        (first, [shards, "--to", "dsv41", "--layers", "1"], "is what would be converted"),
+        (shards / "a.partial", [shards / "a"], "is what would be converted"),
+        (fp8_checkpoint, [tmp_path / "pipe"], "pipe exists and is not a regular file"),
+        (fp8_checkpoint, [tmp_path / "b.store"], "b.store.partial exists and is not a regular file"),
+    ):
+        assert main(["convert", str(source), *map(str, out), "--force"]) == 1
+        assert words in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in shards.iterdir()} == before
+
+
+def test_shards_of_other_rows_are_not_whole_already(fp8_checkpoint: Path, tmp_path: Path) -> None:
+    """Their headers say as much as those of the source's own would."""
+    other = synthesise(tmp_path / "other", 2000, "fp8", seed=9).path
+    out = tmp_path / "shards"
+    convert(fp8_checkpoint, out, ConvertOptions(to="dsv41"))
+    again = ConvertOptions(to="dsv41", resume=True)
+    assert [result.written_bytes for result in convert(fp8_checkpoint, out, again)] == [0, 0]
+    with pytest.raises(ValueError, match=r"engram-layer-01.dsv41 exists; name another file"):
+        convert(other, out, again)
+
+
+def test_a_source_that_is_written_to_meanwhile_is_noticed(
+    fp4_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sample that is compared does not look."""
+    source = tmp_path / "checkpoint"
+    shutil.copytree(fp4_checkpoint, source)
+    (table,) = source.glob("*00048-of*")
+    advance = partial_module.Partial.advance
+
+    def touching(self: partial_module.Partial, begin: int, end: int, suspect_rows: int) -> None:
+        os.utime(table)
+        advance(self, begin, end, suspect_rows)
+
+    monkeypatch.setattr(partial_module.Partial, "advance", touching)
+    with pytest.raises(ValueError, match="was written to meanwhile"):
+        convert(source, tmp_path / "a.store", ConvertOptions(verify="none"))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def test_a_disk_that_changes_what_was_written_is_caught(
     fp4_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import signal
 import struct
@@ -164,6 +165,9 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
         check_place(tmp_path / "notes")
     with pytest.raises(HotSetError, match="there is no directory"):
         check_place(tmp_path / "absent" / "hot.set")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HotSetError, match="is not a regular file"):
+        check_place(tmp_path / "pipe")
 
 
 _WRITER = """
@@ -422,3 +426,13 @@ def test_a_corpus_that_is_none_is_refused(memory: Memory, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"wrong\.npy: .*129280"):
         warmed(memory, tmp_path, output, 1 << 20)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("content", [b"", np.lib.format.magic(1, 0) + b"\x08\x00" + b"{{(((((("])
+def test_an_array_cut_or_garbled_is_refused(memory: Memory, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "wrong.npy").write_bytes(content)
+    with pytest.raises(CorpusError, match=r"wrong\.npy is not a NumPy array"):
+        warmed(memory, tmp_path / "wrong.npy", tmp_path / "hot.set", 1 << 20)
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(CorpusError, match="a device or a pipe"):
+        warmed(memory, tmp_path / "pipe.txt", tmp_path / "hot.set", 1 << 20)

@@ -1,5 +1,7 @@
 """The wire contract, spoken by hand: statuses, streams, limits, health, and what a server survives."""
 
+import os
+import random
 import shutil
 import socket
 import threading
@@ -404,11 +406,9 @@ def test_two_streams_at_once(server: ServerProcess, truth: Truth) -> None:
 # --------------------------------------------------------------------------------------- files and sockets
 
 
-def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "checkpoint"
-    copy.mkdir()
-    for file in fp4_checkpoint.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+def test_truncated_store_fails_closed_and_shows_in_health(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "tables.engram"
+    assert main(["convert", str(fp4_checkpoint), str(copy), "--verify", "none"]) == 0
     truth = Truth(fp4_checkpoint, "fp4")
     last = truth.oracle.rows(14) - 1
     with (
@@ -417,9 +417,7 @@ def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, 
     ):
         stub = pb_grpc.EngramStub(channel)
         assert stub.Lookup(rows(14, [last]), timeout=60).payload == truth.rows(14, [last], "packed").tobytes()
-        (shard,) = copy.glob("*00048-of*")
-        with shard.open("r+b") as file:
-            file.truncate(shard.stat().st_size // 2)
+        os.truncate(copy, copy.stat().st_size // 2)
 
         code, details = refusal(lambda: stub.Lookup(rows(14, [last]), timeout=60))
         assert code == Code.DATA_LOSS
@@ -439,6 +437,31 @@ def test_truncated_table_fails_closed_and_shows_in_health(fp4_checkpoint: Path, 
         health = health_pb2_grpc.HealthStub(channel)
         check = health_pb2.HealthCheckRequest(service="engram.v1.Engram")
         until(lambda: health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+@pytest.mark.parametrize("served", ["in place", "packed, with a replica in place"])
+def test_no_row_in_place_is_trusted_while_another_table_is_copied_over_it(
+    fp4_checkpoint: Path, tmp_path: Path, served: str
+) -> None:
+    """`cp OTHER TABLE` first cuts the file, and then it holds rows of the other table."""
+    copy, store = tmp_path / "checkpoint", tmp_path / "tables.engram"
+    shutil.copytree(fp4_checkpoint, copy)
+    (table,) = copy.glob("*00048-of*")
+    packed = served != "in place"
+    if packed:
+        assert main(["convert", str(fp4_checkpoint), str(store), "--verify", "none"]) == 0
+    replicas = (copy,) if packed else ()
+    with (
+        serving(store if packed else copy, tmp_path, replicas=replicas, cache_bytes=0) as server,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        stub = pb_grpc.EngramStub(channel)
+        stub.Lookup(rows(14, [5]), timeout=60)
+        size = table.stat().st_size
+        table.write_bytes(random.Random(1).randbytes(size - 4096))
+        code, details = refusal(lambda: stub.Lookup(rows(14, [5]), timeout=60))
+        assert code == Code.DATA_LOSS
+        assert f"{table} had {size} bytes when it was opened and has {size - 4096} now" in details
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["in place", "packed"])

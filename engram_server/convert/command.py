@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from engram_kernels import _core
 from engram_kernels._core import RowKind
 from engram_server.convert import partial as partials
@@ -24,11 +26,12 @@ from engram_server.convert.compare import (
 )
 from engram_server.convert.partial import Partial, partial_name
 from engram_server.convert.pipeline import in_parallel
-from engram_server.convert.source import RowReader, Source, open_source
+from engram_server.convert.source import RowReader, Source, open_source, sampled_rows
 from engram_server.convert.target import (
     CHUNK_BYTES,
     Chunk,
     Noticed,
+    Section,
     Target,
     TargetFormat,
     pack_piece,
@@ -37,6 +40,7 @@ from engram_server.convert.target import (
 )
 from engram_server.progress import byte_progress
 from engram_server.spec import EngramSpec, SpecError
+from engram_server.tables import dsv41
 from engram_server.tables.bulk import BulkFile, bulk_buffer
 from engram_server.tables.errors import TableError
 from engram_server.tables.layout import CONFIG_NAME
@@ -140,13 +144,25 @@ def _write_all(
     source: Source, targets: tuple[Target, ...], options: ConvertOptions
 ) -> tuple[ConvertResult, ...]:
     for target in targets:
-        _check_existing(target, options)
+        _check_place(source, target)
+        _check_existing(source, target, options)
     return tuple(_write(source, target, options) for target in targets)
 
 
-def _check_existing(target: Target, options: ConvertOptions) -> None:
+def _check_place(source: Source, target: Target) -> None:
+    """Refuse, whatever the options, to write over the source, or over what is no file of ours."""
+    for path in (target.path, partial_name(target.path)):
+        if not os.path.lexists(path):
+            continue
+        if any(path.exists() and path.samefile(file) for file in source.files):
+            raise TableError(f"{path} is what would be converted; name another file to write to")
+        if path.is_symlink() or not path.is_file():
+            raise TableError(f"{path} exists and is not a regular file; name another file to write to")
+
+
+def _check_existing(source: Source, target: Target, options: ConvertOptions) -> None:
     unfinished = partial_name(target.path)
-    if options.force or (options.resume and (not target.path.exists() or _is_whole(target))):
+    if options.force or (options.resume and (not target.path.exists() or _is_whole(source, target))):
         return
     if target.path.exists():
         raise TableError(f"{target.path} exists; name another file, or replace it by --force")
@@ -156,21 +172,38 @@ def _check_existing(target: Target, options: ConvertOptions) -> None:
         )
 
 
-def _is_whole(target: Target) -> bool:
+def _is_whole(source: Source, target: Target) -> bool:
     """Whether the target is there already, from this very source."""
     try:
         with target.path.open("rb") as file:
             page = file.read(len(target.header))
-            return page == target.header and os.fstat(file.fileno()).st_size == target.file_bytes
+            if page != target.header or os.fstat(file.fileno()).st_size != target.file_bytes:
+                return False
     except OSError:
         return False
+    # A store's header names its rows by their digest; a shard's does not, so some of the rows must.
+    return all(
+        section.uuid is not None or _holds_rows_of(source, target, section) for section in target.sections
+    )
+
+
+def _holds_rows_of(source: Source, target: Target, section: Section) -> bool:
+    ids = source.spec.digest_rows(section.table.layer)
+    expected = np.concatenate(sampled_rows(section.table, ids), axis=1)
+    with target.path.open("rb", buffering=0) as file:
+        found = [
+            os.pread(file.fileno(), dsv41.ROW_BYTES, section.offset + int(row) * dsv41.ROW_BYTES)
+            for row in ids
+        ]
+    return b"".join(found) == expected.tobytes()
 
 
 def _write(source: Source, target: Target, options: ConvertOptions) -> ConvertResult:
     rows = sum(section.table.rows for section in target.sections)
-    if options.resume and not options.force and _is_whole(target):
+    if options.resume and not options.force and _is_whole(source, target):
         return ConvertResult(target.path, rows, target.file_bytes, 0, 0, 0, (), None)
-    partial = Partial(target, _identity(source, target), options.resume, options.journal_bytes)
+    identity = _identity(source, target)
+    partial = Partial(target, identity, options.resume, options.journal_bytes)
     suspects = _Suspects(partial.progress.suspect_rows)
     begun = partial.progress.done
     with ExitStack() as stack:
@@ -182,6 +215,8 @@ def _write(source: Source, target: Target, options: ConvertOptions) -> ConvertRe
             size = sum(chunk.size for chunk in chunks)
             with byte_progress(options.progress, "compare", size) as advance:
                 fidelity = compare(source, target, partial.file, files, chunks, advance, options.threads)
+            if _identity(source, target) != identity:
+                raise TableError(f"{source.path} was written to meanwhile; let that end, and convert again")
             partial.finish()
     return ConvertResult(
         target.path,

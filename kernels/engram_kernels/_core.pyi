@@ -140,8 +140,6 @@ class Reader:
     def change(self) -> str:
         """What has happened to a file since it was opened (it was written to, or has another size); "" = nothing. A
         file that was replaced by another of its name is still the one that was opened."""
-    def written(self) -> str:
-        """The same, "" for files that became shorter: reads tell of those by themselves. About a microsecond."""
     def read(
         self,
         file: NDArray[np.uint32],

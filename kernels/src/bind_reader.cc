@@ -141,7 +141,6 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("files", &file_infos)
       .def("counters", &counters)
       .def("change", &Reader::change)
-      .def("written", &Reader::written)
       .def("read", &read_items, nb::arg("file").noconvert(), nb::arg("offset").noconvert(),
            nb::arg("length").noconvert(), nb::arg("out").noconvert())
       .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());

@@ -139,13 +139,6 @@ std::string DataFile::change() const {
   return {};
 }
 
-bool DataFile::was_written() const {
-  struct stat info{};
-  if (::fstat(fd_, &info) != 0) return true;
-  return static_cast<std::uint64_t>(info.st_size) >= size_bytes_ &&
-         modified_ns(info) != modified_ns_;
-}
-
 // Replaces fd_ by a direct one when O_DIRECT opens and reads; else says in reason_ why not.
 bool DataFile::try_direct() {
   const int direct_fd = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);

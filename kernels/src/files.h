@@ -52,8 +52,6 @@ class DataFile {
   // What has happened to the file since it was opened: a sentence, or empty while it is as it was.
   // (Replaced by another one of its name, it is.)
   std::string change() const;
-  // Whether it was written to and is no shorter: reads would not tell.
-  bool was_written() const;
 
   // After EINVAL on a direct read: true when the alignment was raised (or already is), so a retry
   // makes sense.

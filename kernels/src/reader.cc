@@ -205,13 +205,6 @@ std::string Reader::change() const {
   return {};
 }
 
-std::string Reader::written() const {
-  for (const DataFile& file : context_.files) {
-    if (file.was_written()) return file.change();
-  }
-  return {};
-}
-
 ReaderState Reader::state() const {
   const std::lock_guard lock(mutex_);
   return state_;

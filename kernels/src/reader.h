@@ -66,9 +66,6 @@ class Reader {
   const std::vector<DataFile>& files() const { return context_.files; }
   // The first change of a file since it was opened, as a sentence; empty: none.
   std::string change() const;
-  // The same of files that were written to and are no shorter: reads do not tell, as they tell of a
-  // file that ends too soon.
-  std::string written() const;
   const ReadCounters& counters() const { return context_.counters; }
 
  private:
