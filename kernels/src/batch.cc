@@ -284,7 +284,7 @@ void Batch::find_failure() {
 void Batch::release_work() {
   std::uint64_t kept = own_bytes_ + groups_.size() * sizeof(Group);
   for (const LayerRows& rows : layers_) {
-    kept += (rows.index.size() + rows.ids.size()) * sizeof(std::int32_t) +
+    kept += rows.places.size() * sizeof(Place) + rows.ids.size() * sizeof(rows.ids[0]) +
             rows.splits.size() * sizeof(rows.splits[0]);
   }
   kept = std::min(kept, reserved_bytes_);

@@ -123,14 +123,33 @@ class Batch final : public ReadSource {
     std::uint32_t entry = Miss::kNoEntry;  // pinned
     std::byte* data = nullptr;
   };
-  // What a position has instead of a group's number.
+  // Where the rows of a group at a position are: in memory, nowhere (zero rows), or apart (a
+  // split).
+  class Place {
+   public:
+    Place() = default;
+    static Place of(const std::byte* data) { return Place(reinterpret_cast<std::uintptr_t>(data)); }
+    static Place split(std::size_t number) { return Place(number << 1 | 1); }
+
+    bool zero() const { return value_ == 0; }
+    bool is_split() const { return (value_ & 1) != 0; }
+    bool together() const { return !zero() && !is_split(); }
+    const std::byte* data() const { return reinterpret_cast<const std::byte*>(value_); }
+    std::size_t number() const { return value_ >> 1; }
+
+   private:
+    explicit Place(std::uintptr_t value) : value_(value) {}
+    std::uintptr_t value_ = 0;  // an address, even as memory for rows is, or a number and a bit
+  };
+  // What a position has instead of a group's number, while it is planned.
   static constexpr std::int32_t kZeroRows = -1;
   static constexpr std::int32_t kSplit = -2;  // and below: number -2 - n of `splits`
   struct LayerRows {
     const TableState* table = nullptr;
     std::uint16_t number = 0;             // of the table
     const std::byte* resident = nullptr;  // the whole table; then only `ids` is used
-    std::vector<std::int32_t> index{};    // [positions, groups]: group, kZeroRows or a split
+    std::vector<std::int32_t> index{};    // [positions, groups]: group, kZeroRows or a split; then
+    std::vector<Place> places{};          // the same, once the groups have their memory
     std::deque<std::array<std::int32_t, kGroupRows>> splits{};  // rows that form no group, singly
     std::vector<std::uint32_t> ids{};  // [positions, width] of a resident table
   };
@@ -158,7 +177,7 @@ class Batch final : public ReadSource {
   bool drop(Miss& miss, std::int32_t why, bool regardless);
 
   const std::byte* row(const LayerRows& rows, std::size_t position, std::size_t column) const;
-  const std::byte* row(const LayerRows& rows, std::int32_t number, std::size_t r) const;
+  const std::byte* row(const LayerRows& rows, Place place, std::size_t r) const;
   struct Output;
   std::byte* gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
                            std::byte* out) const;

@@ -3,6 +3,10 @@
 #include <stdexcept>
 #include <string>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "batch.h"
 #include "dequant.h"
 
@@ -21,6 +25,30 @@ constexpr std::size_t kRowsAhead = 12;
 }
 
 constexpr std::uint32_t kZeroId = 0xFFFFFFFF;
+
+// A gather of more bytes than this writes past the CPU's caches: they could not keep it, and
+// writing through them means that every line of it is read first.
+constexpr std::size_t kCachedBytesMax = 2 << 20;
+
+#ifdef __SSE2__
+// `bytes` and both addresses are multiples of 16. Not ordered with other stores before a fence.
+[[gnu::always_inline]] inline void copy_past_caches(const std::byte* from, std::size_t bytes,
+                                                    std::byte* out) {
+  for (std::size_t at = 0; at < bytes; at += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + at),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(from + at)));
+  }
+}
+bool may_pass_caches(const std::byte* from, std::size_t bytes, const std::byte* out) {
+  return ((reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(out) | bytes) %
+          16) == 0;
+}
+void order_stores() { _mm_sfence(); }
+#else
+void copy_past_caches(const std::byte*, std::size_t, std::byte*) {}
+bool may_pass_caches(const std::byte*, std::size_t, const std::byte*) { return false; }
+void order_stores() {}
+#endif
 
 }  // namespace
 
@@ -63,12 +91,17 @@ struct Batch::Output {
   std::size_t packed_bytes;
   std::size_t bytes;
   bool as_they_are;
+  bool past_caches = false;
 };
 
 void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
-  if (gathered_bytes(first, count, format) == 0) return;
+  const std::size_t bytes = gathered_bytes(first, count, format);
+  if (bytes == 0) return;
   std::vector<Output> outputs;
-  for (const LayerRows& rows : layers_) outputs.emplace_back(rows.table->table.kind, format);
+  for (const LayerRows& rows : layers_) {
+    outputs.emplace_back(rows.table->table.kind, format);
+    outputs.back().past_caches = bytes > kCachedBytesMax;
+  }
   for (std::size_t position = first; position < first + count; ++position) {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       const LayerRows& rows = layers_[layer];
@@ -76,30 +109,34 @@ void Batch::gather(std::size_t first, std::size_t count, Format format, std::byt
                                      : gather_groups(rows, position, outputs[layer], out);
     }
   }
+  order_stores();
 }
 
 std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
                                 std::byte* out) const {
   const std::size_t groups = columns_.groups();
-  const std::int32_t* const index = rows.index.data() + position * groups;
-  const std::size_t left = rows.index.size() - position * groups;
+  const Place* const places = rows.places.data() + position * groups;
+  const std::size_t left = rows.places.size() - position * groups;
   for (std::size_t g = 0; g < groups; ++g) {
     const auto [begin, end] = columns_.rows_of(g);
-    if (g + kGroupsAhead < left && index[g + kGroupsAhead] >= 0) {
+    if (g + kGroupsAhead < left && places[g + kGroupsAhead].together()) {
       // Of another n-gram order, perhaps, and so of other columns: whole groups are what matters.
-      const Group& ahead = groups_[static_cast<std::size_t>(index[g + kGroupsAhead])];
-      prefetch_bytes(ahead.data + begin * output.packed_bytes, (end - begin) * output.packed_bytes);
+      prefetch_bytes(places[g + kGroupsAhead].data() + begin * output.packed_bytes,
+                     (end - begin) * output.packed_bytes);
     }
-    if (index[g] >= 0 && output.as_they_are) {
+    if (places[g].together() && output.as_they_are) {
+      const std::byte* const from = places[g].data() + begin * output.packed_bytes;
       const std::size_t bytes = (end - begin) * output.packed_bytes;
-      std::memcpy(out,
-                  groups_[static_cast<std::size_t>(index[g])].data + begin * output.packed_bytes,
-                  bytes);
+      if (output.past_caches && may_pass_caches(from, bytes, out)) {
+        copy_past_caches(from, bytes, out);
+      } else {
+        std::memcpy(out, from, bytes);
+      }
       out += bytes;
       continue;
     }
     for (std::size_t r = begin; r < end; ++r, out += output.bytes) {
-      const std::byte* const from = row(rows, index[g], r);
+      const std::byte* const from = row(rows, places[g], r);
       if (from == nullptr) {
         std::memset(out, 0, output.bytes);
       } else {
@@ -128,14 +165,13 @@ std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position, c
   return out;
 }
 
-// Row r of what the index says; null = a zero row.
-const std::byte* Batch::row(const LayerRows& rows, std::int32_t number, std::size_t r) const {
-  if (number <= kSplit) {
-    number = rows.splits[static_cast<std::size_t>(kSplit - number)][r];
-    r = 0;
+// Row r of a place; null = a zero row.
+const std::byte* Batch::row(const LayerRows& rows, Place place, std::size_t r) const {
+  if (place.is_split()) {
+    const std::int32_t number = rows.splits[place.number()][r];
+    return number == kZeroRows ? nullptr : groups_[static_cast<std::size_t>(number)].data;
   }
-  if (number == kZeroRows) return nullptr;
-  return groups_[static_cast<std::size_t>(number)].data + r * packed_bytes(rows.table->table.kind);
+  return place.zero() ? nullptr : place.data() + r * packed_bytes(rows.table->table.kind);
 }
 
 const std::byte* Batch::row(const LayerRows& rows, std::size_t position, std::size_t column) const {
@@ -145,7 +181,7 @@ const std::byte* Batch::row(const LayerRows& rows, std::size_t position, std::si
   }
   const std::size_t absolute = columns_.begin + column;
   const std::size_t g = absolute / columns_.group_rows - columns_.first_group();
-  return row(rows, rows.index[position * columns_.groups() + g], absolute % columns_.group_rows);
+  return row(rows, rows.places[position * columns_.groups() + g], absolute % columns_.group_rows);
 }
 
 void Batch::pick(std::size_t layer, std::span<const std::int64_t> picks, Format format,

@@ -24,7 +24,7 @@ RowMask mask_of(std::array<std::size_t, 2> rows) {
 
 std::uint64_t Planner::work_bytes() {
   return sizeof(Batch::Group) + sizeof(Miss) + sizeof(Miss*) + sizeof(std::int32_t) +
-         sizeof(std::uint64_t) + 4 * sizeof(Slot);
+         sizeof(Batch::Place) + sizeof(std::uint64_t) + 4 * sizeof(Slot);
 }
 
 std::uint64_t Planner::split_bytes() const { return splits_ * kGroupRows * work_bytes(); }
@@ -206,6 +206,7 @@ void Planner::look_up() {
     stats.cached += count_rows(group.need & static_cast<RowMask>(~found.missing));
     stats.joined += count_rows(found.missing & static_cast<RowMask>(~found.own));
   }
+  for (Batch::LayerRows& rows : batch_.layers_) place(rows);
   stats.groups = batch_.groups_.size();
   if (cache != nullptr) {
     CacheCounters& counters = cache->counters();
@@ -214,6 +215,20 @@ void Planner::look_up() {
     counters.misses.fetch_add(stats.groups - hits - joined, std::memory_order_relaxed);
     counters.overflows.fetch_add(overflows, std::memory_order_relaxed);
   }
+}
+
+// So that gathering goes to rows directly.
+void Planner::place(Batch::LayerRows& rows) {
+  rows.places.resize(rows.index.size());
+  for (std::size_t i = 0; i < rows.index.size(); ++i) {
+    const std::int32_t number = rows.index[i];
+    if (number >= 0) {
+      rows.places[i] = Batch::Place::of(batch_.groups_[static_cast<std::size_t>(number)].data);
+    } else if (number <= Batch::kSplit) {
+      rows.places[i] = Batch::Place::split(static_cast<std::size_t>(Batch::kSplit - number));
+    }
+  }
+  rows.index = std::vector<std::int32_t>();
 }
 
 // `left`: groups that may still want some.

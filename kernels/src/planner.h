@@ -59,6 +59,7 @@ class Planner {
   void flush();
   Slot& slot_of(std::uint64_t hash, const RowGroup& key);
   void make_room(std::size_t groups);
+  void place(Batch::LayerRows& rows);
   void own_memory(Batch::Group& group, std::size_t left);
   Miss& new_miss(std::uint32_t group);
 

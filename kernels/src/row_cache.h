@@ -156,6 +156,7 @@ class RowCache {
 
  private:
   static constexpr std::size_t kWays = 16;
+  static constexpr std::uint32_t kAllWays = (1u << kWays) - 1;
   static constexpr std::uint8_t kHeatMax = 3;
   static constexpr std::uint64_t kPopulateShare = 32;
 

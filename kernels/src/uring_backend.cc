@@ -26,6 +26,10 @@ constexpr unsigned kThreadsDefaultMax = 4;
 constexpr std::size_t kClaimReads = 32;
 // Completions handled before new reads are submitted.
 constexpr unsigned kReapReads = 8;
+// With so many reads in flight, so many completions are waited for at once: each saves a call, and
+// the device has more than enough to do meanwhile.
+constexpr std::size_t kWaitDeep = 32;
+constexpr unsigned kWaitReads = 4;
 // What the completion of the wake-up poll says it is; no slot has this number.
 constexpr std::uint64_t kWakeUp = 0xFFFFFFFF;
 static_assert(kDepthMax < kWakeUp);
@@ -279,7 +283,8 @@ class Ring {
       ::io_uring_sqe_set_data64(sqe, kWakeUp);
       wake_up_armed_ = true;
     }
-    if (const int error = unusable(::io_uring_submit_and_wait(&ring_, 1))) return error;
+    const unsigned wait = in_flight_count() >= kWaitDeep ? kWaitReads : 1;
+    if (const int error = unusable(::io_uring_submit_and_wait(&ring_, wait))) return error;
     return reap();
   }
 
