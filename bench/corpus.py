@@ -83,7 +83,7 @@ def _fetch(folder: Path) -> None:
     """Download and unpack the package that python3-doc stands for, whole or not at all."""
     print(f"  fetching Debian's Python manual to {folder}", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent.absolute()) as scratch:
         _run(["apt-get", "download", _manual_package()], scratch)
         (package,) = Path(scratch).glob("*.deb")
         _run(["dpkg-deb", "--extract", str(package), "text"], scratch)

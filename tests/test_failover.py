@@ -239,6 +239,7 @@ def test_overloaded_server_is_tried_again(fp4_checkpoint: Path, tmp_path: Path, 
     options: dict[str, Any] = {"budget_bytes": 2 << 20, "backend": "mmap", "cache_bytes": 0}
     tokens = np.arange(5000, dtype="<i4").tobytes()
     bulk = pb.LookupRequest(tokens=pb.TokenKeys(sequences=[pb.Sequence(tokens=tokens)]))
+    wanted = range(60)  # of which a first block is as large as those that find no room
     retry = Retry(attempts=1000, backoff_s=0.01, backoff_max_s=0.05)
     with (
         serving(fp4_checkpoint, tmp_path, limits=limits, **options) as server,
@@ -251,17 +252,15 @@ def test_overloaded_server_is_tried_again(fp4_checkpoint: Path, tmp_path: Path, 
         # Clients that do not read their replies fill the budget.
         stub = pb_grpc.EngramStub(channel)
         stalled = [stub.LookupStream(iter([bulk])) for _ in range(16)]
-        until(lambda: fails_with(OverloadedError, lambda: impatient.lookup(range(20), lane="prefill")))
+        until(lambda: fails_with(OverloadedError, lambda: impatient.lookup(wanted, lane="prefill")))
         with impatient.stream() as hasty:
-            until(
-                lambda: fails_with(OverloadedError, lambda: hasty.lookup(range(20), lane="prefill").result())
-            )
+            until(lambda: fails_with(OverloadedError, lambda: hasty.lookup(wanted, lane="prefill").result()))
 
-        lookups = [pool.submit(client.lookup, range(20), lane="prefill") for _ in range(4)]
-        lookups += [pool.submit(stream.lookup(range(20), lane="prefill").result) for _ in range(4)]
+        lookups = [pool.submit(client.lookup, wanted, lane="prefill") for _ in range(4)]
+        lookups += [pool.submit(stream.lookup(wanted, lane="prefill").result) for _ in range(4)]
         for call in stalled:
             call.cancel()
-        expected = truth.values(truth.ids(range(20)), "bf16")
+        expected = truth.values(truth.ids(wanted), "bf16")
         assert all(same(lookup.result().values, expected) for lookup in lookups)
 
 

@@ -108,7 +108,7 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
         await asyncio.Event().wait()
 
     async def cancelled(memory: Memory) -> None:
-        fetcher = Fetcher(memory, limits, on_truncated=lambda text: None)
+        fetcher = Fetcher(memory, limits, on_damage=lambda text: None)
         stalled = asyncio.Event()
 
         async def write(chunk: pb.LookupChunk) -> None:
