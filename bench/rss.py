@@ -33,13 +33,15 @@ FILLED = 1.25
 TEXT_VOCABULARY = 128_000
 """Ids below it are text, no special tokens."""
 STOP_S = 60
+LOOKUP_S = 600
+"""A document of random tokens is 3 million cold rows."""
 
 
 def run(scale: Scale) -> Iterator[Result]:
     """rss_over_budget_mib."""
     source = tables.checkpoint(scale)
     tokens = scale.pick(65_536, 256)
-    cache_bytes = scale.pick(2 << 30, 1 << 20)
+    cache_bytes = scale.pick(512 << 20, 1 << 20)
     text = corpus.load(scale, source / "tokenizer.json", tokens * (1 if scale.quick else STREAMS))
     documents = [text.document(0 if scale.quick else number, tokens) for number in range(STREAMS)]
     scale_bytes = open_checkpoint(source).scale_bytes
@@ -84,7 +86,7 @@ def fill(target: str, rows: int, tokens: int) -> int:
 def look_up(target: str, tokens: NDArray[np.int32]) -> int:
     """One document over a stream of its own; returns the distinct rows that it read."""
     with EngramClient(target) as client, client.stream() as stream:
-        stats = stream.lookup(tokens, format="packed").result().stats
+        stats = stream.lookup(tokens, format="packed", timeout=LOOKUP_S).result().stats
         return stats.distinct - stats.cached - stats.joined
 
 
