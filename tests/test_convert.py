@@ -397,14 +397,15 @@ def test_ctrl_c_keeps_what_was_done(fp4_checkpoint: Path, tmp_path: Path) -> Non
     code = f"""
 import os, signal, sys
 from engram_server import cli
-from engram_server.convert import command
-add, calls = command._Suspects.add, 0
-def interrupting(self, layer, noticed):
-    global calls
-    calls += 1
-    if calls == 30: os.kill(os.getpid(), signal.SIGINT)
-    return add(self, layer, noticed)
-command._Suspects.add = interrupting
+from engram_server.convert import command, partial
+advance, sent = partial.Partial.advance, False
+def interrupting(self, begin, end, suspect_rows):
+    global sent
+    advance(self, begin, end, suspect_rows)
+    if self.progress.done > 1 << 20 and not sent:  # something, without a gap, is done
+        sent = True
+        os.kill(os.getpid(), signal.SIGINT)
+partial.Partial.advance = interrupting
 defaults = list(command.ConvertOptions.__init__.__defaults__)
 defaults[-2] = 64 << 10
 command.ConvertOptions.__init__.__defaults__ = tuple(defaults)
