@@ -215,11 +215,15 @@ def test_in_process(fp4_checkpoint: Path, truth: Truth) -> None:
     with EngramMemory.open(fp4_checkpoint, **OPTIONS) as memory:
         asyncio.run(all_of_them(memory, REQUESTS // 2))
         gc.collect()
-        before = footprint(os.getpid())
-        results = asyncio.run(all_of_them(memory, REQUESTS))
-        assert set(results) <= {"exact", "prefetched", "DeadlineError", "OverloadedError"}
-        assert results["exact"] > REQUESTS // 4
-        gc.collect()
-        until(lambda: memory.prefetch([]).queued_rows == 0, timeout_s=120)
+        # This process has run other tests, and its allocator may settle anew once; a leak grows every time.
+        for _ in range(3):
+            before = footprint(os.getpid())
+            results = asyncio.run(all_of_them(memory, REQUESTS))
+            assert set(results) <= {"exact", "prefetched", "DeadlineError", "OverloadedError"}
+            assert results["exact"] > REQUESTS // 4
+            gc.collect()
+            until(lambda: memory.prefetch([]).queued_rows == 0, timeout_s=120)
+            if footprint(os.getpid()).rss_bytes - before.rss_bytes <= GROWTH_BYTES_MAX:
+                break
         assert_no_growth(before, lambda: footprint(os.getpid()))
         assert memory._memory.engine.in_flight_bytes() == 0
