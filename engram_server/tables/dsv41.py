@@ -7,7 +7,6 @@ table may be cut into any number of such files.
 
 from __future__ import annotations
 
-import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from engram_server.spec import EngramSpec
 from engram_server.tables.errors import TableError
+from engram_server.tables.magic import begins_with
 
 MAGIC = b"DSV1EN41"
 """0x31344e4531565344, little-endian."""
@@ -38,13 +38,7 @@ class Shard:
 
 def is_dsv41(path: Path) -> bool:
     """Whether a path is a regular file that begins with the magic. False when it cannot be read."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return False
-        with path.open("rb", buffering=0) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    return begins_with(path, MAGIC)
 
 
 def header(layer: int, first: int, end: int, rows: int) -> bytes:

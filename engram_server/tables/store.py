@@ -24,6 +24,7 @@ from engram_kernels import _core
 from engram_kernels._core import PAGE_BYTES, RowKind
 from engram_server.spec import EngramSpec, SpecError
 from engram_server.tables.errors import TableError
+from engram_server.tables.magic import begins_with
 from engram_server.tables.safetensors import parse_json_object
 
 __all__ = ["Store", "StoreTable", "build_header", "is_store", "open_store", "store_uuid"]
@@ -110,13 +111,7 @@ class Store:
 
 def is_store(path: Path) -> bool:
     """Whether a path is a regular file that begins as a store does. False when it cannot be read."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return False
-        with path.open("rb", buffering=0) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    return begins_with(path, MAGIC)
 
 
 def open_store(path: Path) -> Store:
