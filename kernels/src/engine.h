@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "batch.h"
+#include "hits.h"
 #include "planner.h"
 #include "reader.h"
 
@@ -58,6 +59,16 @@ class Engine {
   // Overloaded when the budget is used up.
   std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, const Order& order);
 
+  // Bytes of all rows of an order. Throws std::invalid_argument when layers of different kinds
+  // have no row size in common, or the number is too large.
+  std::size_t gathered_bytes(const std::vector<LayerKeys>& keys, const Order& order,
+                             Format format) const;
+  // Copies rows into `out` as gather() of their batch would, if all are in the cache; none: they
+  // take a batch, and some of `out` may have been written. Takes none of the budget, since nothing
+  // is held when it returns.
+  std::optional<BatchStats> copy_hits(const std::vector<LayerKeys>& keys, const Order& order,
+                                      Format format, std::byte* out);
+
   int event_fd() const { return shared_->event_fd; }
   std::vector<std::uint64_t> take_completions();
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
@@ -78,6 +89,7 @@ class Engine {
 
  private:
   void check_fits(const Table& table) const;
+  void check_process() const;
   void reserve(Batch& batch, std::uint64_t bytes) const;
   std::uint64_t bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const;
   template <typename Memory>

@@ -65,7 +65,7 @@ std::uint32_t RowCache::find_or_make(Set& set, const RowGroup& group, std::uint6
     const std::uint32_t at = number(set, first(ways));
     Entry& entry = entries_[at];
     if (entry.group == group) {
-      entry.heat = std::min<std::uint8_t>(entry.heat + 1, kHeatMax);
+      warm(entry);
       return at;
     }
   }
