@@ -85,6 +85,7 @@ def serving(
     listen: str | None = "127.0.0.1:0",
     uds: Path | None = None,
     limits: dict[str, Any] | None = None,
+    cache_bytes: int = 64 << 20,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -93,7 +94,7 @@ def serving(
         listen=listen,
         uds=uds,
         limits=Limits(**(limits or {})),
-        memory=MemoryOptions(**memory),
+        memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")
