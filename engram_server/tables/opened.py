@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from engram_server.tables.checkpoint import Checkpoint, open_checkpoint
+from engram_server.tables.errors import TableError
 from engram_server.tables.store import Store, is_store, open_store
 
 OpenedTables: TypeAlias = Checkpoint | Store
@@ -16,4 +17,10 @@ def open_tables(path: Path) -> OpenedTables:
 
     Raises TableError or SpecError (both ValueError).
     """
-    return open_store(path) if is_store(path) else open_checkpoint(path)
+    opened = open_store(path) if is_store(path) else open_checkpoint(path)
+    for file in opened.files:
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:  # which the native reader takes for no string at all
+            raise TableError(f"{file}: the name is not UTF-8; rename it, or open it by a link") from None
+    return opened
