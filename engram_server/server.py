@@ -26,6 +26,7 @@ from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.service import SERVICE_NAME, EngramService
+from engram_server.tables.opened import has_text_name
 
 log = logging.getLogger("engram_server")
 
@@ -236,10 +237,8 @@ def _make_way(path: Path) -> None:
             f"cannot listen on the UNIX socket {path}: gRPC reads {' and '.join(odd)} as parts of a URI; choose "
             "another path"
         )
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise ServeError(f"the path of the UNIX socket is not UTF-8: {path}") from None
+    if not has_text_name(path):
+        raise ServeError(f"the path of the UNIX socket is not UTF-8: {path}")
     if len(bytes(path)) > _UDS_PATH_BYTES_MAX:
         raise ServeError(
             f"the path of the UNIX socket has {len(bytes(path))} bytes, over the {_UDS_PATH_BYTES_MAX} that "

@@ -19,8 +19,15 @@ def open_tables(path: Path) -> OpenedTables:
     """
     opened = open_store(path) if is_store(path) else open_checkpoint(path)
     for file in opened.files:
-        try:
-            str(file).encode()
-        except UnicodeEncodeError:  # which the native reader takes for no string at all
-            raise TableError(f"{file}: the name is not UTF-8; rename it, or open it by a link") from None
+        if not has_text_name(file):
+            raise TableError(f"{file}: the name is not UTF-8; rename it, or open it by a link")
     return opened
+
+
+def has_text_name(path: Path) -> bool:
+    """Whether a path is UTF-8. Another one the native reader takes for no string at all."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
