@@ -84,8 +84,10 @@ def write_hot_set(path: Path, tables: Mapping[int, TableState], hot: Sequence[Ho
             file.flush()
             os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:
+        except BaseException as error:
             partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(partial)) from error
             raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

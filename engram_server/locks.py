@@ -13,7 +13,10 @@ def lock_unfinished(fd: int, path: Path) -> None:
 
     Raises BlockingIOError when another process is that, or was when the file was opened.
     """
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another process is writing it", str(path)) from None
     # Between our open and our lock its writer may have ended: then what we hold is whole, under its last name.
     try:
         ours = os.path.samestat(os.fstat(fd), path.stat())

@@ -54,6 +54,27 @@ def test_a_hot_set_that_another_process_has_just_finished_is_not_written_to(
     assert len(found) == 7
 
 
+def test_a_hot_set_that_cannot_be_written_names_the_file_and_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, partial = tmp_path / "hot.set", tmp_path / "hot.set.partial"
+    write_hot_set(path, TABLES, [groups(7)])
+    with partial.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match=r"another process is writing it: '.*hot\.set\.partial'"):
+            write_hot_set(path, TABLES, [groups(3)])
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*hot\.set\.partial'"):
+        write_hot_set(path, TABLES, [groups(3)])
+    (found,) = read_hot_set(path, TABLES, 100)
+    assert len(found) == 7
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("options", [RESUME, ConvertOptions(force=True)], ids=["resume", "force"])
 def test_a_store_that_another_process_has_just_finished_is_not_written_to(
     fp4_checkpoint: Path,
