@@ -55,7 +55,8 @@ class MemoryOptions:
     resident: bool = False
     """Load every table whole into memory, in the background, and read no disk afterwards; then there is no cache."""
     replicas: tuple[Path, ...] = ()
-    """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded."""
+    """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded of those that have
+    not failed."""
     hot_set: Path | None = None
     """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 

@@ -1,5 +1,6 @@
 """Tables opened in every way that changes how rows reach the reader: none may change a row."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_a_store_whose_digest_is_not_that_of_its_rows_is_refused(store: Path, tm
     (tmp_path / "a.engram").write_bytes(oracle.header_page(facts) + content[4096:])
     with pytest.raises(TokenMapError, match=r"yields a token map with sha256 .*, but .* was made with 0000"):
         Memory.open(tmp_path / "a.engram")
+
+
+def test_a_copy_that_fails_is_left_for_one_that_does_not(truth: Truth, store: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.engram"
+    shutil.copy(store, broken)
+    with EngramMemory.open(broken, replicas=(store,), cache_bytes=0) as memory:
+        os.truncate(broken, 8192)
+        with pytest.raises(DataLossError, match="it was truncated"):
+            memory.lookup(TOKENS)
+        found = memory.lookup(TOKENS, format="packed")
+        assert same(found.values, truth.values(truth.ids(TOKENS), "packed"))
 
 
 def test_what_is_no_copy_is_refused(truth: Truth, tmp_path: Path) -> None:
