@@ -326,7 +326,7 @@ def _add_serve(command: Callable[..., Any]) -> None:
     )
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
-        "--grace-s", type=float, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+        "--grace-s", type=_seconds, default=10.0, metavar="S", help="time for calls under way at the end (10)"
     )
     sub.add_argument(
         "--hot-set",
@@ -524,6 +524,16 @@ def _positive(text: str) -> int:
     if (count := _count(text)) == 0:
         raise argparse.ArgumentTypeError("0 is not a positive integer")
     return count
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86_400:  # nor NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+    return seconds
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
