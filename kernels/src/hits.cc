@@ -6,13 +6,12 @@
 namespace engram {
 namespace {
 
-// How many groups ahead of its copy a group's set, then its entry, and then its rows are fetched.
-constexpr std::size_t kSetAhead = 24;
-constexpr std::size_t kEntryAhead = 12;
+// How many groups ahead of its lookup a group's entry is fetched, and of its copy its rows.
+constexpr std::size_t kEntryAhead = 8;
 constexpr std::size_t kRowsAhead = 2;
 
-RowMask mask_of(std::array<std::size_t, 2> rows) {
-  return static_cast<RowMask>((1u << rows[1]) - (1u << rows[0]));
+RowMask mask_of(unsigned first, unsigned count) {
+  return static_cast<RowMask>(((1u << count) - 1) << first);
 }
 
 }  // namespace
@@ -23,9 +22,9 @@ HitCopier::HitCopier(const EngineShared& shared, const GroupHash& hash,
     : cache_(*shared.cache),
       hash_(hash),
       columns_(columns),
-      positions_(positions),
       request_(request),
-      total_(positions * keys.size() * columns.groups()) {
+      rows_(positions * keys.size() * columns.count()),
+      left_(positions * keys.size() * columns.groups()) {
   std::size_t bytes = 0;
   for (const LayerKeys& layer : keys) {
     const Table& table = shared.tables[shared.tables.number_of(layer.layer)].table;
@@ -44,49 +43,44 @@ HitCopier::HitCopier(const EngineShared& shared, const GroupHash& hash,
 
 std::optional<BatchStats> HitCopier::copy(std::byte* out) {
   out_ = out;
-  BatchStats stats{.rows = positions_ * layers_.size() * columns_.count()};
-  while (next_ < std::min(kSetAhead, total_)) stage();
-  for (std::size_t at = 0; at < total_;) {
-    for (const Layer& layer : layers_) {
-      for (std::size_t g = 0; g < columns_.groups(); ++g, ++at) {
-        look_ahead(at);
-        if (!take(staged(at), layer, g, stats)) return std::nullopt;
-      }
-    }
+  BatchStats stats{.rows = rows_};
+  while (tiles_[0].count < kTile && left_ > 0) stage(tiles_[0]);
+  for (std::size_t now = 0; tiles_[now].count > 0; now = 1 - now) {
+    if (!pin(tiles_[now], stats)) return std::nullopt;
+    copy(tiles_[now], tiles_[1 - now]);
   }
   RowOutput::finish();
   return stats;
 }
 
-inline void HitCopier::look_ahead(std::size_t at) {
-  if (next_ < total_) stage();
-  if (at + kEntryAhead < total_) cache_.prefetch_entry(staged(at + kEntryAhead).hash);
-  if (at + kRowsAhead < total_) cache_.prefetch_rows(staged(at + kRowsAhead).hash);
-}
-
-inline void HitCopier::stage() {
-  Staged& staged = ring_[next_++ % kRing];
+// Adds the next group, and has its set fetched.
+inline void HitCopier::stage(Tile& tile) {
+  Group& group = tile.groups[tile.count++];
+  --left_;
   const Layer& layer = layers_[layer_];
   const auto [begin, end] = columns_.rows_of(group_);
   const std::int64_t stride = layer.keys->column_stride;
   const std::int64_t* const ids =
       layer.keys->ids + static_cast<std::int64_t>(position_) * layer.keys->position_stride +
       static_cast<std::int64_t>((columns_.first_group() + group_) * columns_.group_rows) * stride;
-  staged.key = {.table = layer.number, .rows = static_cast<std::uint16_t>(columns_.group_rows)};
+  group.key = {.table = layer.number, .rows = static_cast<std::uint16_t>(columns_.group_rows)};
+  group.layer = static_cast<std::uint32_t>(layer_);
+  group.first = static_cast<std::uint8_t>(begin);
+  group.count = static_cast<std::uint8_t>(end - begin);
   std::size_t zeros = 0;
   bool outside = false;
   for (std::size_t r = 0; r < columns_.group_rows; ++r) {
     const std::int64_t id = ids[static_cast<std::int64_t>(r) * stride];
-    staged.key.ids[r] = static_cast<std::uint32_t>(id);
+    group.key.ids[r] = static_cast<std::uint32_t>(id);
     if (r < begin || r >= end) continue;  // whatever it is, it only tells groups apart
     zeros += id == -1;
     outside |= static_cast<std::uint64_t>(id) + 1 > layer.rows;
   }
-  staged.what = zeros == end - begin   ? Staged::What::zero_rows
-                : zeros > 0 || outside ? Staged::What::other
-                                       : Staged::What::rows;
-  staged.hash = hash_(staged.key);
-  cache_.prefetch_set(staged.hash);
+  group.what = zeros == group.count    ? Group::What::zero_rows
+               : zeros > 0 || outside ? Group::What::other
+                                      : Group::What::rows;
+  group.hash = hash_(group.key);
+  cache_.prefetch_set(group.hash);
   if (++group_ < columns_.groups()) return;
   group_ = 0;
   if (++layer_ < layers_.size()) return;
@@ -94,26 +88,60 @@ inline void HitCopier::stage() {
   ++position_;
 }
 
-// False when a batch must do it.
-inline bool HitCopier::take(const Staged& group, const Layer& layer, std::size_t g,
-                            BatchStats& stats) {
-  const std::array<std::size_t, 2> wanted = columns_.rows_of(g);
-  const std::size_t rows = wanted[1] - wanted[0];
-  if (group.what == Staged::What::zero_rows) {
-    out_ = layer.output.write_zeros(rows, out_);
-    return true;
+// False, with nothing pinned, when a batch must do it.
+bool HitCopier::pin(Tile& tile, BatchStats& stats) {
+  for (std::size_t i = 0; i < std::min(kEntryAhead, tile.count); ++i) {
+    cache_.prefetch_entry(tile.groups[i].hash);
   }
-  if (group.what == Staged::What::other) return false;
-  const RowCache::Hit hit = cache_.find(group.key, group.hash, mask_of(wanted), request_);
-  if (hit.data == nullptr) return false;
-  out_ = layer.output.write(hit.data + wanted[0] * layer.output.packed_bytes(), rows, out_);
-  cache_.unpin(hit.entry);
-  if (hit.first) {
-    ++stats.groups;
-    stats.distinct += rows;
-    stats.cached += rows;
+  for (std::size_t i = 0; i < tile.count; ++i) {
+    if (i + kEntryAhead < tile.count) cache_.prefetch_entry(tile.groups[i + kEntryAhead].hash);
+    Group& group = tile.groups[i];
+    group.data = nullptr;
+    if (group.what == Group::What::zero_rows) continue;
+    if (group.what == Group::What::rows) {
+      const RowCache::Hit hit =
+          cache_.find(group.key, group.hash, mask_of(group.first, group.count), request_);
+      group.data = hit.data;
+      group.entry = hit.entry;
+      stats.groups += hit.first;
+      stats.distinct += hit.first ? group.count : 0;
+    }
+    if (group.data == nullptr) {
+      unpin(tile, i);
+      return false;
+    }
   }
+  stats.cached = stats.distinct;
   return true;
+}
+
+// Empties a tile, and fills the next one meanwhile.
+void HitCopier::copy(Tile& tile, Tile& next) {
+  const auto fetch = [&](std::size_t i) {
+    if (i >= tile.count || tile.groups[i].data == nullptr) return;
+    const Group& group = tile.groups[i];
+    const std::size_t packed = layers_[group.layer].output.packed_bytes();
+    prefetch_bytes(group.data + group.first * packed, group.count * packed);
+  };
+  for (std::size_t i = 0; i < kRowsAhead; ++i) fetch(i);
+  for (std::size_t i = 0; i < tile.count; ++i) {
+    if (left_ > 0) stage(next);
+    fetch(i + kRowsAhead);
+    const Group& group = tile.groups[i];
+    const RowOutput& output = layers_[group.layer].output;
+    out_ = group.data == nullptr
+               ? output.write_zeros(group.count, out_)
+               : output.write(group.data + group.first * output.packed_bytes(), group.count, out_);
+  }
+  unpin(tile, tile.count);
+  tile.count = 0;
+}
+
+// The first `count` groups.
+void HitCopier::unpin(Tile& tile, std::size_t count) {
+  for (const Group& group : std::span(tile.groups).first(count)) {
+    if (group.data != nullptr) cache_.unpin(group.entry);
+  }
 }
 
 }  // namespace engram

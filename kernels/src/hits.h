@@ -32,7 +32,7 @@ class HitCopier {
     std::uint64_t rows;    // of the table
     RowOutput output;
   };
-  struct Staged {
+  struct Group {
     enum class What : std::uint8_t {
       rows,
       zero_rows,
@@ -41,29 +41,39 @@ class HitCopier {
     RowGroup key;
     std::uint64_t hash;
     What what;
+    std::uint32_t layer;  // number in the order
+    std::uint8_t first;  // wanted rows
+    std::uint8_t count;
+    const std::byte* data;
+    std::uint32_t entry;
   };
-  static constexpr std::size_t kRing = 32;  // a power of 2, beyond every look ahead
+  // Groups are worked on in tiles: all of one are pinned, then copied, then unpinned. Pins take
+  // locked instructions, which wait for every store that is on its way past the caches.
+  static constexpr std::size_t kTile = 32;
+  struct Tile {
+    std::array<Group, kTile> groups;
+    std::size_t count = 0;
+  };
 
-  void stage();
-  Staged& staged(std::size_t at) { return ring_[at % kRing]; }
-  void look_ahead(std::size_t at);
-  bool take(const Staged& group, const Layer& layer, std::size_t g, BatchStats& stats);
+  void stage(Tile& tile);
+  bool pin(Tile& tile, BatchStats& stats);
+  void copy(Tile& tile, Tile& next);
+  void unpin(Tile& tile, std::size_t count);
 
   RowCache& cache_;
   const GroupHash& hash_;
   Columns columns_;
-  std::size_t positions_;
   std::uint32_t request_;
   std::vector<Layer> layers_;
-  std::size_t total_;  // groups
+  std::uint64_t rows_;
   std::byte* out_ = nullptr;
 
   // Of the next group to be staged.
-  std::size_t next_ = 0;
+  std::size_t left_;
   std::size_t position_ = 0;
   std::size_t layer_ = 0;
   std::size_t group_ = 0;
-  std::array<Staged, kRing> ring_;
+  std::array<Tile, 2> tiles_;
 };
 
 }  // namespace engram

@@ -22,7 +22,6 @@
 
 #include "read_queue.h"
 #include "row_group.h"
-#include "row_output.h"
 #include "wanted.h"
 
 namespace engram {
@@ -144,12 +143,6 @@ class RowCache {
       return {.data = data_of(at), .entry = at, .first = first_time};
     }
     return {};
-  }
-  // A hint for find(), a few groups ahead of it and after that for its entry.
-  [[gnu::always_inline]] void prefetch_rows(std::uint64_t hash) const {
-    const Set& set = sets_[set_of(hash)];
-    const std::uint32_t ways = matches(set, tag_of(hash));
-    if (ways != 0) prefetch_bytes(data_of(number(set, first(ways))), slot_bytes_);
   }
   [[gnu::always_inline]] void prefetch(std::uint32_t entry) const {
     __builtin_prefetch(&entries_[entry], 1);
