@@ -8,7 +8,7 @@ namespace {
 
 // How many groups ahead of its lookup a group's entry is fetched, and of its copy its rows.
 constexpr std::size_t kEntryAhead = 8;
-constexpr std::size_t kRowsAhead = 2;
+constexpr std::size_t kRowsAhead = 3;
 
 RowMask mask_of(unsigned first, unsigned count) {
   return static_cast<RowMask>(((1u << count) - 1) << first);
@@ -76,7 +76,7 @@ inline void HitCopier::stage(Tile& tile) {
     zeros += id == -1;
     outside |= static_cast<std::uint64_t>(id) + 1 > layer.rows;
   }
-  group.what = zeros == group.count    ? Group::What::zero_rows
+  group.what = zeros == group.count   ? Group::What::zero_rows
                : zeros > 0 || outside ? Group::What::other
                                       : Group::What::rows;
   group.hash = hash_(group.key);
@@ -117,7 +117,7 @@ bool HitCopier::pin(Tile& tile, BatchStats& stats) {
 
 // Empties a tile, and fills the next one meanwhile.
 void HitCopier::copy(Tile& tile, Tile& next) {
-  const auto fetch = [&](std::size_t i) {
+  const auto fetch = [&](std::size_t i) __attribute__((always_inline)) {  // see prefetch_bytes
     if (i >= tile.count || tile.groups[i].data == nullptr) return;
     const Group& group = tile.groups[i];
     const std::size_t packed = layers_[group.layer].output.packed_bytes();

@@ -42,7 +42,7 @@ class HitCopier {
     std::uint64_t hash;
     What what;
     std::uint32_t layer;  // number in the order
-    std::uint8_t first;  // wanted rows
+    std::uint8_t first;   // wanted rows
     std::uint8_t count;
     const std::byte* data;
     std::uint32_t entry;
