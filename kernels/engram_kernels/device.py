@@ -118,7 +118,8 @@ def _launch(call: _Call, scale_rule: ScaleRule) -> None:
 
     to_fp8 = call.out.tensor.dtype == torch.uint8
     index = call.index or call.packed
-    grid = (triton.cdiv(call.out.rows, triton_dequant.ROWS),)
+    rows = triton_dequant.ROWS if call.out.tensor.is_cuda else triton_dequant.ROWS_INTERPRETED
+    grid = (triton.cdiv(call.out.rows, rows),)
     with torch.cuda.device_of(call.out.tensor):
         triton_dequant.convert_rows_kernel[grid](
             call.packed.tensor,
@@ -135,7 +136,7 @@ def _launch(call: _Call, scale_rule: ScaleRule) -> None:
             INDEXED=call.index is not None,
             ZERO_IS_SUBNORMAL=scale_rule != "vllm",
             MAX_IS_NAN=scale_rule == "sglang-cpu",
-            ROWS=triton_dequant.ROWS,
+            ROWS=rows,
         )
 
 

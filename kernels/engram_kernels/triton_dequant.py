@@ -16,6 +16,8 @@ import triton.language as tl
 
 ROWS = 8
 """Rows of one program: 64 tokens of one layer are 192 programs, enough for every GPU."""
+ROWS_INTERPRETED = 64
+"""The same where NumPy computes, and calls are what costs."""
 
 _BLOCKS: tl.constexpr = tl.constexpr(8)
 _VALUES: tl.constexpr = tl.constexpr(256)
