@@ -182,8 +182,9 @@ def test_an_embedding_of_row_ids(
             EngramRows(prefetcher, 2)
 
 
-def test_empty_steps(client: EngramClient | EngramMemory) -> None:
-    with RowPrefetcher(client) as prefetcher:
+@pytest.mark.parametrize(("row_format", "unique"), FORMS)
+def test_empty_steps(client: EngramClient | EngramMemory, row_format: Any, unique: bool) -> None:
+    with RowPrefetcher(client, row_format=row_format, unique=unique) as prefetcher:
         assert prefetcher.prefetch([]).wait(1).rows.shape == (0, 24, 256)
         assert prefetcher.prefetch_blocks({}).layers == ()
 

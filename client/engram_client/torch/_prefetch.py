@@ -42,7 +42,8 @@ class RowPrefetcher:
 
     `prefetch` returns at once. Each layer is a lookup of its own, in the order of `layers`: rows of the first come as
     soon as they can, those of the others while the layers before them compute. Over gRPC all go through one stream that
-    stays open. Safe to share between threads; a context manager. The client is the caller's to close, afterwards.
+    stays open. Steps are answered in order: a long prompt that is to wait for its turn belongs in a prefetcher of its
+    own. Safe to share between threads; a context manager. The client is the caller's to close, afterwards.
 
         with RowPrefetcher(client, device="cuda") as prefetcher:
             step = prefetcher.prefetch(tokens, history=last_three)
