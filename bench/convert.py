@@ -6,7 +6,6 @@ shard with direct I/O and 4 MiB blocks. Both sides sync what they wrote, both co
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,15 @@ from bench.scale import Scale
 from engram_server.tables.checkpoint import TableRef, open_checkpoint
 
 BLOCK_BYTES = 4 << 20
+# A process' peak as `wait4` reports it begins with that of the process it was forked from: so it says itself.
+CONVERT = """
+import re, sys
+from pathlib import Path
+from engram_server.cli import main
+code = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+sys.exit(code)
+"""
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,11 @@ def run(scale: Scale) -> Iterator[Result]:
 def converted(source: Path, table: TableRef, out: Path) -> Run:
     """The product, in a process of its own."""
     tables.drop_pages(table.codes.path)
-    command = [
-        sys.executable, "-m", "engram_server.cli", "convert", str(source), str(out), "--layers", str(table.layer)
-    ]  # fmt: skip
-    seconds, peak_rss_bytes = timed(command)
+    command = [sys.executable, "-c", CONVERT, "convert", str(source), str(out), "--layers", str(table.layer)]
+    seconds, said = timed(command)
     moved = table.rows * table.row_bytes + out.stat().st_size
     out.unlink()
-    return Run(moved / seconds, peak_rss_bytes)
+    return Run(moved / seconds, peak_rss_bytes=int(said.split()[-1]) * 1024)
 
 
 def copied(shard: Path, out: Path) -> Run:
@@ -88,15 +94,11 @@ def copied(shard: Path, out: Path) -> Run:
     return Run(moved / seconds)
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a process. Raises RuntimeError with its own words when it fails."""
+def timed(command: list[str]) -> tuple[float, str]:
+    """Seconds and standard output of a process. Raises RuntimeError with its own words when it fails."""
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    words = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - begin
-    if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed: {words.decode(errors='replace').strip()}")
-    return seconds, usage.ru_maxrss * 1024
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return seconds, done.stdout

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,16 @@ FORMAT_NAMES = {
 }
 
 Kind = Literal["tokens", "blocks", "rows"]
+
+BatchStats: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""As Batch.stats."""
+
+NO_STATS: BatchStats = (0, 0, 0, 0, 0, 0, 0)
+
+
+def add_stats(a: BatchStats, b: BatchStats) -> BatchStats:
+    """The two together."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6])
 
 
 class InvalidRequestError(ValueError):
@@ -153,6 +163,14 @@ class Block:
             lane=terms.lane,
             deadline_s=terms.left_s(),
         )
+
+    def copy_hits(
+        self, engine: _core.Engine, format: _core.Format, out: NDArray[np.uint8]
+    ) -> BatchStats | None:
+        """All items into out, uint8[payload_bytes], if the cache has them all; None: submit the block."""
+        if self.picks is not None:
+            return None
+        return engine.copy_hits(self.keys, format, out, group=self.group, columns=self.columns)
 
     def payload(self, batch: _core.Batch, first: int, count: int, format: _core.Format) -> bytes:
         """Items first .. first + count - 1 of a batch that is done. Raises RowError."""

@@ -72,6 +72,7 @@ def serve(options: ServeOptions) -> int:
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with Memory.open(options.path, options.memory) as memory, ExitStack() as closing:
         converter = open_converter(options.device, {table.kind for table in memory.tables.values()})
+        memory.engine.populate_cache()
         keeper = None
         if options.memory.hot_set is not None:
             keeper = HotSetKeeper(memory, options.memory.hot_set)

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from engram_client._proto import engram_pb2 as pb
-from engram_server import wire
+from engram_server import lookup, wire
 from engram_server.device import DeviceConverter
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
@@ -151,12 +151,12 @@ class EngramService:
                 f"{self._limits.unary_reply_bytes} that Lookup may send: use LookupStream"
             )
         parts: list[bytes] = []
-        totals = wire.NO_STATS
+        totals = lookup.NO_STATS
         for block in plan.blocks:
             batch = await self._fetcher.submit(block, terms, patient=bool(parts))
             await self._fetcher.rows_read(batch, terms)
             parts.append(await self._fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
-            totals = wire.add_stats(totals, batch.stats)
+            totals = lookup.add_stats(totals, batch.stats)
         parts.extend(wire.inverse_bytes(plan))
         return pb.LookupReply(
             request_id=request_id,

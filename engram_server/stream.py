@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
-from engram_server import wire
+from engram_server import lookup, wire
 from engram_server.fetch import Admission, Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import Plan
@@ -228,14 +228,14 @@ class _ChunkSender:
     ) -> None:
         self._write = write
         self._plan = plan
-        self._totals = wire.NO_STATS
+        self._totals = lookup.NO_STATS
         self._left = plan.shape.payload_bytes
         self._chunk = pb.LookupChunk(
             request_id=request_id, shape=wire.shape_message(plan), mask=wire.mask_bytes(plan.request)
         )
 
-    def add_stats(self, stats: wire.BatchStats) -> None:
-        self._totals = wire.add_stats(self._totals, stats)
+    def add_stats(self, stats: lookup.BatchStats) -> None:
+        self._totals = lookup.add_stats(self._totals, stats)
 
     async def send(self, payload: bytes) -> None:
         self._left -= len(payload)

@@ -211,18 +211,7 @@ def inverse_bytes(plan: Plan) -> Iterator[bytes]:
         yield inverse.astype("<i4", copy=False).tobytes()
 
 
-BatchStats: TypeAlias = tuple[int, int, int, int, int, int, int]
-"""As Batch.stats."""
-
-NO_STATS: BatchStats = (0, 0, 0, 0, 0, 0, 0)
-
-
-def add_stats(a: BatchStats, b: BatchStats) -> BatchStats:
-    """The two together."""
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6])
-
-
-def stats_message(plan: Plan, totals: BatchStats) -> pb.LookupStats:
+def stats_message(plan: Plan, totals: lookup.BatchStats) -> pb.LookupStats:
     """`totals` sums Batch.stats over the batches of one request.
 
     `rows` counts the keys of the request, also where only its distinct rows were submitted.

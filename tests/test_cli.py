@@ -48,6 +48,8 @@ def refused(*arguments: object, status: int = 1) -> str:
 def served(path: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`engram-server serve` in a process of its own: its ready line, and the process."""
     command = [sys.executable, "-m", "engram_server.cli", "serve", str(path), *map(str, options)]
+    if "--cache-bytes" not in options:
+        command.append("--cache-bytes=64MiB")  # a server makes all of it ready at once
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

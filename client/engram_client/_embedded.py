@@ -123,11 +123,21 @@ class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
     def _fill(self, payload: NDArray[np.uint8], plan: lookup.Plan, terms: Terms) -> Stats:
         """Rows straight into their final place, block by block, the next one read meanwhile."""
         filled = 0
-        totals = wire.NO_STATS
+        totals = lookup.NO_STATS
         ahead: _core.Batch | None = None
         for index, block in enumerate(plan.blocks):
-            batch = ahead or self._submit(block, terms)
+            end = filled + block.payload_bytes
+            batch = ahead
             ahead = None
+            if batch is None:
+                terms.left_s()
+                stats = block.copy_hits(self._memory.engine, plan.shape.format, payload[filled:end])
+                if stats is not None:
+                    self._memory.ensure_unwritten()
+                    totals = lookup.add_stats(totals, stats)
+                    filled = end
+                    continue
+                batch = self._submit(block, terms)
             if index + 1 < len(plan.blocks):
                 # If there is no room for it now, there will be when this block's rows are out of the engine.
                 with suppress(_core.OverloadedError):
@@ -135,13 +145,12 @@ class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
             if not batch.wait(terms.left_s()):
                 raise DeadlinePassedError("the rows were not read in the time allowed")
             self._memory.ensure_unwritten()
-            end = filled + block.payload_bytes
             try:
                 block.payload_into(batch, plan.shape.format, payload[filled:end])
             except _core.RowError as error:
                 terms.explain(error)
                 raise
-            totals = wire.add_stats(totals, batch.stats)
+            totals = lookup.add_stats(totals, batch.stats)
             filled = end
             del batch
         for inverse in plan.inverse:

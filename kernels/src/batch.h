@@ -23,6 +23,8 @@
 
 namespace engram {
 
+class RowOutput;
+
 struct RowFailure {
   std::int64_t layer = 0;
   std::int64_t row = 0;
@@ -36,6 +38,9 @@ class RowError : public std::runtime_error {
       : std::runtime_error(failure_text(failure)), failure(failure) {}
   RowFailure failure;
 };
+
+inline constexpr const char* kNoCommonForm =
+    "layers of different row kinds have no packed form in common; ask for them one by one";
 
 struct BatchStats {
   std::uint64_t rows = 0;      // asked for, zero rows included
@@ -178,10 +183,9 @@ class Batch final : public ReadSource {
 
   const std::byte* row(const LayerRows& rows, std::size_t position, std::size_t column) const;
   const std::byte* row(const LayerRows& rows, Place place, std::size_t r) const;
-  struct Output;
-  std::byte* gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
+  std::byte* gather_groups(const LayerRows& rows, std::size_t position, const RowOutput& output,
                            std::byte* out) const;
-  std::byte* gather_resident(const LayerRows& rows, std::size_t position, const Output& output,
+  std::byte* gather_resident(const LayerRows& rows, std::size_t position, const RowOutput& output,
                              std::byte* out) const;
 
   void cancel() { wanted_.drop(); }

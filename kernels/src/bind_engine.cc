@@ -46,9 +46,13 @@ Columns columns_of(std::size_t width, std::size_t group, const ColumnRange& rang
   return {.begin = begin, .end = end, .group_rows = group};
 }
 
-std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::int64_t, Ids>>& keys,
-                              bool notify, std::size_t group, const ColumnRange& columns, Lane lane,
-                              std::optional<double> deadline_s) {
+nb::tuple stats_tuple(const BatchStats& s) {
+  return nb::make_tuple(s.rows, s.distinct, s.cached, s.joined, s.reads, s.read_bytes, s.groups);
+}
+
+using Keys = std::vector<std::pair<std::int64_t, Ids>>;
+
+std::vector<LayerKeys> layer_keys(const Keys& keys) {
   std::vector<LayerKeys> layers;
   for (const auto& [layer, ids] : keys) {
     if (ids.shape(0) != keys.front().second.shape(0) ||
@@ -60,17 +64,47 @@ std::shared_ptr<Batch> submit(Engine& engine, const std::vector<std::pair<std::i
                       .position_stride = ids.stride(0),
                       .column_stride = ids.stride(1)});
   }
+  return layers;
+}
+
+Order order_of(const Keys& keys, std::size_t group, const ColumnRange& columns) {
+  return {.positions = keys.empty() ? 0 : keys.front().second.shape(0),
+          .columns = columns_of(keys.empty() ? 0 : keys.front().second.shape(1), group, columns)};
+}
+
+std::shared_ptr<Batch> submit(Engine& engine, const Keys& keys, bool notify, std::size_t group,
+                              const ColumnRange& columns, Lane lane,
+                              std::optional<double> deadline_s) {
+  const std::vector<LayerKeys> layers = layer_keys(keys);
+  Order order = order_of(keys, group, columns);
+  order.lane = lane;
+  order.notify = notify;
   // What is further away than the clock can hold is no deadline.
-  if (deadline_s && !(*deadline_s < kDeadlineMaxS)) deadline_s.reset();
-  if (deadline_s) deadline_s = std::max(0.0, *deadline_s);
-  const Order order{
-      .positions = keys.empty() ? 0 : keys.front().second.shape(0),
-      .columns = columns_of(keys.empty() ? 0 : keys.front().second.shape(1), group, columns),
-      .lane = lane,
-      .deadline_s = deadline_s,
-      .notify = notify};
+  if (deadline_s && *deadline_s < kDeadlineMaxS) order.deadline_s = std::max(0.0, *deadline_s);
   nb::gil_scoped_release unlocked;
   return engine.submit(layers, order);
+}
+
+using Out = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
+
+void check_out(const Out& out, std::size_t bytes) {
+  if (out.size() == bytes) return;
+  throw std::invalid_argument("out has " + std::to_string(out.size()) + " bytes; these rows need " +
+                              std::to_string(bytes));
+}
+
+nb::object copy_hits(Engine& engine, const Keys& keys, Format format, const Out& out,
+                     std::size_t group, const ColumnRange& columns) {
+  const std::vector<LayerKeys> layers = layer_keys(keys);
+  const Order order = order_of(keys, group, columns);
+  check_out(out, engine.gathered_bytes(layers, order, format));
+  std::optional<BatchStats> stats;
+  {
+    nb::gil_scoped_release unlocked;
+    stats = engine.copy_hits(layers, order, format, reinterpret_cast<std::byte*>(out.data()));
+  }
+  if (!stats) return nb::none();
+  return stats_tuple(*stats);
 }
 
 bool wait(Batch& batch, std::optional<double> timeout_s) {
@@ -120,23 +154,16 @@ nb::bytes pick(const Batch& batch, std::size_t layer, const InputArray<std::int6
                       [&](std::byte* out) { batch.pick(layer, as_span(picks), format, out); });
 }
 
-using Out = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
-
 void gather_into(const Batch& batch, std::size_t first, std::size_t count, Format format,
                  const Out& out) {
-  const std::size_t bytes = batch.gathered_bytes(first, count, format);
-  if (out.size() != bytes) {
-    throw std::invalid_argument("out has " + std::to_string(out.size()) +
-                                " bytes; these rows need " + std::to_string(bytes));
-  }
+  check_out(out, batch.gathered_bytes(first, count, format));
   nb::gil_scoped_release unlocked;
   batch.gather(first, count, format, reinterpret_cast<std::byte*>(out.data()));
 }
 
-auto stats(const Batch& batch) {
-  const BatchStats& s = batch.stats();
+nb::tuple stats(const Batch& batch) {
   if (!batch.done()) throw std::logic_error("the batch is still being read");
-  return nb::make_tuple(s.rows, s.distinct, s.cached, s.joined, s.reads, s.read_bytes, s.groups);
+  return stats_tuple(batch.stats());
 }
 
 nb::dict cache_stats(const Engine& engine) {
@@ -153,6 +180,7 @@ nb::dict cache_stats(const Engine& engine) {
   to["joined"] = from.joined.load();
   to["overflows"] = from.overflows.load();
   to["evictions"] = from.evictions.load();
+  to["ready_bytes"] = from.ready_bytes.load();
   return to;
 }
 
@@ -283,6 +311,10 @@ void bind_engine(nb::module_& m) {
       .def("submit", &submit, nb::arg("keys").noconvert(), nb::arg("notify") = false, nb::kw_only(),
            nb::arg("group") = 1, nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode,
            nb::arg("deadline_s") = nb::none())
+      .def("copy_hits", &copy_hits, nb::arg("keys").noconvert(), nb::arg("format"),
+           nb::arg("out").noconvert(), nb::kw_only(), nb::arg("group") = 1,
+           nb::arg("columns") = nb::none())
+      .def("populate_cache", &Engine::populate_cache)
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
       .def("load_resident", &Engine::load_resident, nb::arg("layer"))
       .def(

@@ -57,12 +57,52 @@ void Engine::check_fits(const Table& table) const {
   }
 }
 
-std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const Order& order) {
-  if (::getpid() != pid_) {
-    throw std::runtime_error(
-        "the engine was opened before a fork and its threads are the parent's; "
-        "open the tables again in this process");
+void Engine::check_process() const {
+  if (::getpid() == pid_) return;
+  throw std::runtime_error(
+      "the engine was opened before a fork and its threads are the parent's; "
+      "open the tables again in this process");
+}
+
+std::size_t Engine::gathered_bytes(const std::vector<LayerKeys>& keys, const Order& order,
+                                   Format format) const {
+  std::size_t row_bytes = 0;
+  for (const LayerKeys& layer : keys) {
+    const Table& table = shared_->tables[shared_->tables.number_of(layer.layer)].table;
+    const std::size_t bytes = output_bytes(table.kind, format);
+    if (row_bytes != 0 && bytes != row_bytes) throw std::invalid_argument(kNoCommonForm);
+    row_bytes = bytes;
   }
+  // A view may repeat one id more often than memory has bytes: the products must not wrap.
+  std::size_t bytes = keys.size() * row_bytes;
+  if (__builtin_mul_overflow(bytes, order.positions, &bytes) ||
+      __builtin_mul_overflow(bytes, order.columns.count(), &bytes)) {
+    throw std::invalid_argument(std::to_string(order.positions) + " positions by " +
+                                std::to_string(order.columns.count()) +
+                                " columns are more rows than any memory holds; split them");
+  }
+  return bytes;
+}
+
+std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, const Order& order,
+                                            Format format, std::byte* out) {
+  check_process();
+  if (stop_.load()) throw std::runtime_error("the engine is closed");
+  if (shared_->cache == nullptr || order.columns.count() == 0) return std::nullopt;
+  for (const LayerKeys& layer : keys) {
+    const TableState& state = shared_->tables[shared_->tables.number_of(layer.layer)];
+    if (state.resident_rows() != nullptr) return std::nullopt;
+  }
+  const auto request =
+      static_cast<std::uint32_t>(next_tag_.fetch_add(1, std::memory_order_relaxed));
+  HitCopier copier(*shared_, hash_, keys, order.columns, order.positions, format, request);
+  const std::optional<BatchStats> stats = copier.copy(out);
+  if (stats) shared_->cache->counters().hits.fetch_add(stats->groups, std::memory_order_relaxed);
+  return stats;
+}
+
+std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const Order& order) {
+  check_process();
   const std::uint64_t bytes = bytes_of(keys, order);
   const std::shared_ptr<Batch> batch(
       new Batch(shared_, next_tag_.fetch_add(1, std::memory_order_relaxed)));
@@ -99,21 +139,22 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
     batch->fail_all(ECANCELED);
     batch->part_done();
   }
-  populate_cache();
+  if (!populating_.load(std::memory_order_relaxed) && shared_->cache != nullptr &&
+      shared_->cache->wants_memory()) {
+    populate_cache();
+  }
   return {batch.get(), [batch](Batch*) { batch->cancel(); }};
 }
 
 void Engine::populate_cache() {
-  const RowCache* const cache = shared_->cache.get();
-  if (cache == nullptr || populating_.load(std::memory_order_relaxed)) return;
-  if (!cache->wants_memory() || populating_.exchange(true)) return;
+  RowCache* const cache = shared_->cache.get();
+  if (cache == nullptr || populating_.exchange(true)) return;
   const std::lock_guard lock(mutex_);
   if (stop_.load()) return;
   try {
-    to_load_.push_back([this, cache] { cache->populate(stop_); });
-    start_loader();
-  } catch (const std::exception&) {
-    // Without memory or threads to spare, slots are made ready as they are used.
+    populator_ = std::thread([this, cache] { cache->populate(stop_); });
+  } catch (const std::system_error&) {
+    // Without a thread to spare, slots are made ready as they are used.
   }
 }
 
@@ -240,7 +281,9 @@ void Engine::close() {
     stop_.store(true);
     wake_.notify_all();
   }
-  if (loader_.joinable()) loader_.join();
+  for (std::thread* const thread : {&loader_, &populator_}) {
+    if (thread->joinable()) thread->join();
+  }
   std::unique_lock lock(shared_->mutex);
   shared_->idle.wait(lock, [&] { return shared_->running == 0; });
 }

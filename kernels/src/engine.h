@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "batch.h"
+#include "hits.h"
 #include "planner.h"
 #include "reader.h"
 
@@ -58,6 +59,16 @@ class Engine {
   // Overloaded when the budget is used up.
   std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, const Order& order);
 
+  // Bytes of all rows of an order. Throws std::invalid_argument when layers of different kinds
+  // have no row size in common, or the number is too large.
+  std::size_t gathered_bytes(const std::vector<LayerKeys>& keys, const Order& order,
+                             Format format) const;
+  // Copies rows into `out` as gather() of their batch would, if all are in the cache; none: they
+  // take a batch, and some of `out` may have been written. Takes none of the budget, since nothing
+  // is held when it returns.
+  std::optional<BatchStats> copy_hits(const std::vector<LayerKeys>& keys, const Order& order,
+                                      Format format, std::byte* out);
+
   int event_fd() const { return shared_->event_fd; }
   std::vector<std::uint64_t> take_completions();
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
@@ -67,6 +78,10 @@ class Engine {
   // Start to load a table's scales, or the whole table, into memory, after those asked for before.
   // Throw std::runtime_error once closed, std::system_error when the loading thread cannot start,
   // std::bad_alloc.
+  // Makes the memory of all cache slots ready in the background, as happens anyway once enough of
+  // them are used. Until then the first row that comes to a slot waits for the kernel to clear a
+  // huge page.
+  void populate_cache();
   void load_scales(std::int64_t layer);
   void load_resident(std::int64_t layer);
   LoadProgress scale_progress(std::int64_t layer) const;
@@ -78,6 +93,7 @@ class Engine {
 
  private:
   void check_fits(const Table& table) const;
+  void check_process() const;
   void reserve(Batch& batch, std::uint64_t bytes) const;
   std::uint64_t bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const;
   template <typename Memory>
@@ -85,7 +101,6 @@ class Engine {
             const std::function<std::unique_ptr<Memory>()>& make);
   void load_loop();
   void start_loader();
-  void populate_cache();
 
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<EngineShared> shared_;
@@ -96,10 +111,11 @@ class Engine {
   std::atomic<bool> populating_{false};
 
   std::mutex closing_;  // held by close() throughout
-  std::mutex mutex_;    // guards the loads and, until stop_, loader_
+  std::mutex mutex_;    // guards the loads and, until stop_, the threads
   std::condition_variable wake_;
   std::deque<std::function<void()>> to_load_;
   std::thread loader_;
+  std::thread populator_;  // not the loader, which may be busy for minutes
 };
 
 }  // namespace engram

@@ -3,52 +3,17 @@
 #include <stdexcept>
 #include <string>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #include "batch.h"
-#include "dequant.h"
+#include "row_output.h"
 
 namespace engram {
 namespace {
 
-constexpr std::size_t kCacheLineBytes = 64;
 // How far ahead of the copy a group, or a row of a resident table, is fetched.
 constexpr std::size_t kGroupsAhead = 2;
 constexpr std::size_t kRowsAhead = 12;
 
-// Inlined always: a function that does nothing but fetch ahead counts as one without effect, and
-// calls of it are dropped.
-[[gnu::always_inline]] inline void prefetch_bytes(const std::byte* from, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += kCacheLineBytes) __builtin_prefetch(from + at);
-}
-
 constexpr std::uint32_t kZeroId = 0xFFFFFFFF;
-
-// A gather of more bytes than this writes past the CPU's caches: they could not keep it, and
-// writing through them means that every line of it is read first.
-constexpr std::size_t kCachedBytesMax = 2 << 20;
-
-#ifdef __SSE2__
-// `bytes` and both addresses are multiples of 16. Not ordered with other stores before a fence.
-[[gnu::always_inline]] inline void copy_past_caches(const std::byte* from, std::size_t bytes,
-                                                    std::byte* out) {
-  for (std::size_t at = 0; at < bytes; at += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + at),
-                     _mm_load_si128(reinterpret_cast<const __m128i*>(from + at)));
-  }
-}
-bool may_pass_caches(const std::byte* from, std::size_t bytes, const std::byte* out) {
-  return ((reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(out) | bytes) %
-          16) == 0;
-}
-void order_stores() { _mm_sfence(); }
-#else
-void copy_past_caches(const std::byte*, std::size_t, std::byte*) {}
-bool may_pass_caches(const std::byte*, std::size_t, const std::byte*) { return false; }
-void order_stores() {}
-#endif
 
 }  // namespace
 
@@ -71,37 +36,18 @@ std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format f
   std::size_t bytes = 0;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     if (layer > 0 && row_bytes(layer, format) != bytes) {
-      throw std::invalid_argument(
-          "layers of different row kinds have no packed form in common; ask for them one by one");
+      throw std::invalid_argument(kNoCommonForm);
     }
     bytes = row_bytes(layer, format);
   }
   return count * layers_.size() * width() * bytes;
 }
 
-// How rows of one kind leave in one format.
-struct Batch::Output {
-  Output(RowKind kind, Format format)
-      : convert(row_converter(kind, format)),
-        packed_bytes(engram::packed_bytes(kind)),
-        bytes(output_bytes(kind, format)),
-        as_they_are(format == Format::packed) {}
-
-  ConvertRow convert;
-  std::size_t packed_bytes;
-  std::size_t bytes;
-  bool as_they_are;
-  bool past_caches = false;
-};
-
 void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
   const std::size_t bytes = gathered_bytes(first, count, format);
   if (bytes == 0) return;
-  std::vector<Output> outputs;
-  for (const LayerRows& rows : layers_) {
-    outputs.emplace_back(rows.table->table.kind, format);
-    outputs.back().past_caches = bytes > kCachedBytesMax;
-  }
+  std::vector<RowOutput> outputs;
+  for (const LayerRows& rows : layers_) outputs.emplace_back(rows.table->table.kind, format, bytes);
   for (std::size_t position = first; position < first + count; ++position) {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       const LayerRows& rows = layers_[layer];
@@ -109,58 +55,44 @@ void Batch::gather(std::size_t first, std::size_t count, Format format, std::byt
                                      : gather_groups(rows, position, outputs[layer], out);
     }
   }
-  order_stores();
+  RowOutput::finish();
 }
 
-std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position, const Output& output,
-                                std::byte* out) const {
+std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position,
+                                const RowOutput& output, std::byte* out) const {
   const std::size_t groups = columns_.groups();
   const Place* const places = rows.places.data() + position * groups;
   const std::size_t left = rows.places.size() - position * groups;
+  const std::size_t packed = output.packed_bytes();
   for (std::size_t g = 0; g < groups; ++g) {
     const auto [begin, end] = columns_.rows_of(g);
     if (g + kGroupsAhead < left && places[g + kGroupsAhead].together()) {
       // Of another n-gram order, perhaps, and so of other columns: whole groups are what matters.
-      prefetch_bytes(places[g + kGroupsAhead].data() + begin * output.packed_bytes,
-                     (end - begin) * output.packed_bytes);
+      prefetch_bytes(places[g + kGroupsAhead].data() + begin * packed, (end - begin) * packed);
     }
-    if (places[g].together() && output.as_they_are) {
-      const std::byte* const from = places[g].data() + begin * output.packed_bytes;
-      const std::size_t bytes = (end - begin) * output.packed_bytes;
-      if (output.past_caches && may_pass_caches(from, bytes, out)) {
-        copy_past_caches(from, bytes, out);
-      } else {
-        std::memcpy(out, from, bytes);
-      }
-      out += bytes;
+    if (places[g].together()) {
+      out = output.write(places[g].data() + begin * packed, end - begin, out);
       continue;
     }
-    for (std::size_t r = begin; r < end; ++r, out += output.bytes) {
+    for (std::size_t r = begin; r < end; ++r) {
       const std::byte* const from = row(rows, places[g], r);
-      if (from == nullptr) {
-        std::memset(out, 0, output.bytes);
-      } else {
-        output.convert(from, out);
-      }
+      out = from == nullptr ? output.write_zeros(1, out) : output.write(from, 1, out);
     }
   }
   return out;
 }
 
-std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position, const Output& output,
-                                  std::byte* out) const {
-  const std::size_t packed = output.packed_bytes;
+std::byte* Batch::gather_resident(const LayerRows& rows, std::size_t position,
+                                  const RowOutput& output, std::byte* out) const {
+  const std::size_t packed = output.packed_bytes();
   const std::size_t end = (position + 1) * width();
-  for (std::size_t at = position * width(); at < end; ++at, out += output.bytes) {
+  for (std::size_t at = position * width(); at < end; ++at) {
     const std::size_t ahead = at + kRowsAhead;
     if (ahead < rows.ids.size() && rows.ids[ahead] != kZeroId) {
       prefetch_bytes(rows.resident + rows.ids[ahead] * packed, packed);
     }
-    if (rows.ids[at] == kZeroId) {
-      std::memset(out, 0, output.bytes);
-    } else {
-      output.convert(rows.resident + rows.ids[at] * packed, out);
-    }
+    out = rows.ids[at] == kZeroId ? output.write_zeros(1, out)
+                                  : output.write(rows.resident + rows.ids[at] * packed, 1, out);
   }
   return out;
 }

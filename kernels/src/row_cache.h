@@ -17,10 +17,12 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "read_queue.h"
 #include "row_group.h"
+#include "row_output.h"
 #include "wanted.h"
 
 namespace engram {
@@ -74,6 +76,7 @@ struct CacheCounters {
   std::atomic<std::uint64_t> overflows{0};  // no slot: all that it might have were pinned
   std::atomic<std::uint64_t> used{0};       // slots taken, now
   std::atomic<std::uint64_t> evictions{0};
+  std::atomic<std::uint64_t> ready_bytes{0};  // of capacity, made ready by populate()
 };
 
 class RowCache {
@@ -120,6 +123,34 @@ class RowCache {
     entry.pins.fetch_add(1, std::memory_order_relaxed);
     return {.entry = at, .data = data_of(at), .missing = missing, .own = own};
   }
+  // Finds a group's rows and pins them, if all of `need` are there; data is null otherwise. The
+  // caller copies them out at once and unpins.
+  struct Hit {
+    const std::byte* data = nullptr;
+    std::uint32_t entry = Miss::kNoEntry;
+    bool first = false;  // the first time for this request, unless another's came in between
+  };
+  Hit find(const RowGroup& group, std::uint64_t hash, RowMask need, std::uint32_t request) {
+    Set& set = sets_[set_of(hash)];
+    const std::lock_guard lock(set.mutex);
+    for (std::uint32_t ways = matches(set, tag_of(hash)); ways != 0; ways &= ways - 1) {
+      const std::uint32_t at = number(set, first(ways));
+      Entry& entry = entries_[at];
+      if (!(entry.group == group)) continue;
+      if ((need & ~entry.valid) != 0) return {};
+      const bool first_time = std::exchange(entry.request, request) != request;
+      if (first_time) warm(entry);
+      entry.pins.fetch_add(1, std::memory_order_relaxed);
+      return {.data = data_of(at), .entry = at, .first = first_time};
+    }
+    return {};
+  }
+  // A hint for find(), a few groups ahead of it and after that for its entry.
+  [[gnu::always_inline]] void prefetch_rows(std::uint64_t hash) const {
+    const Set& set = sets_[set_of(hash)];
+    const std::uint32_t ways = matches(set, tag_of(hash));
+    if (ways != 0) prefetch_bytes(data_of(number(set, first(ways))), slot_bytes_);
+  }
   [[gnu::always_inline]] void prefetch(std::uint32_t entry) const {
     __builtin_prefetch(&entries_[entry], 1);
   }
@@ -136,7 +167,7 @@ class RowCache {
 
   // Makes all slots ready, unless `stop` turns true: the kernel clears memory when it is first
   // used, which takes longer than a read.
-  void populate(const std::atomic<bool>& stop) const;
+  void populate(const std::atomic<bool>& stop);
   // Whether enough is used that all of it will be.
   bool wants_memory() const {
     return counters_.used.load(std::memory_order_relaxed) > slots_ / kPopulateShare;
@@ -174,7 +205,8 @@ class RowCache {
     RowMask reading = 0;
     std::uint8_t heat = 0;  // of recent hits; the hand cools it
     std::atomic<std::uint32_t> pins{0};
-    Miss* misses = nullptr;  // that read or wait
+    std::uint32_t request = 0;  // the last that found it with find()
+    Miss* misses = nullptr;     // that read or wait
   };
   static_assert(sizeof(Entry) == 64);
 
@@ -206,6 +238,7 @@ class RowCache {
   static std::size_t first(std::uint32_t ways) {
     return static_cast<std::size_t>(std::countr_zero(ways));
   }
+  static void warm(Entry& entry) { entry.heat = std::min<std::uint8_t>(entry.heat + 1, kHeatMax); }
   static void set_tag(Set& set, std::size_t way, std::uint8_t tag);
   std::uint32_t find_or_make(Set& set, const RowGroup& group, std::uint64_t hash);
   std::uint32_t make(Set& set, const RowGroup& group, std::uint64_t hash);

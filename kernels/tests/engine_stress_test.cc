@@ -92,6 +92,17 @@ Request draw_request(Random& random) {
   return request;
 }
 
+std::vector<std::byte> expected_rows(const Request& request) {
+  std::vector<std::byte> expected;
+  request.for_each([&](std::int64_t layer, std::int64_t id) {
+    const RowKind kind = TestTables::kind_of(layer);
+    std::vector<std::byte> row(packed_bytes(kind));
+    if (id >= 0) row = formula_row(layer, static_cast<std::uint64_t>(id), kind);
+    expected.insert(expected.end(), row.begin(), row.end());
+  });
+  return expected;
+}
+
 // The first thing that is wrong with a batch that is done; empty: nothing.
 std::string complaint(const Request& request, const Batch& batch, const TestTables& tables,
                       const std::set<std::int32_t>& excused) {
@@ -110,16 +121,17 @@ std::string complaint(const Request& request, const Batch& batch, const TestTabl
                : "failed for no reason: " + failure_text(failure);
   }
   if (!bad.empty()) return "a row that cannot be read was";
-  std::vector<std::byte> expected;
-  request.for_each([&](std::int64_t layer, std::int64_t id) {
-    const RowKind kind = TestTables::kind_of(layer);
-    std::vector<std::byte> row(packed_bytes(kind));
-    if (id >= 0) row = formula_row(layer, static_cast<std::uint64_t>(id), kind);
-    expected.insert(expected.end(), row.begin(), row.end());
-  });
   std::vector<std::byte> got(batch.gathered_bytes(0, batch.positions(), Format::packed));
   batch.gather(0, batch.positions(), Format::packed, got.data());
-  return got == expected ? "" : "rows are not the table's";
+  return got == expected_rows(request) ? "" : "rows are not the table's";
+}
+
+// The same of what the cache has of it now.
+std::string complaint_of_hits(const Request& request, Engine& engine) {
+  std::vector<std::byte> got(engine.gathered_bytes(request.keys(), request.order, Format::packed));
+  const auto stats = engine.copy_hits(request.keys(), request.order, Format::packed, got.data());
+  if (!stats || got == expected_rows(request)) return "";
+  return "rows from the cache are not the table's";
 }
 
 std::string complaint_of_stats(const Request& request, const BatchStats& stats) {
@@ -188,6 +200,7 @@ class User {
         request.order.deadline_s = draw(random_, 0, 1) * 1e-4;
         excused.insert(ETIMEDOUT);
       }
+      if (draw(random_, 0, 1) == 0) hits(request);
       const std::shared_ptr<Batch> batch = submit(request);
       if (batch == nullptr || draw(random_, 0, 3) == 0) continue;  // dropped at once
       while (!batch->wait(1000)) continue;
@@ -211,6 +224,14 @@ class User {
         closed_ = true;
         return nullptr;
       }
+    }
+  }
+  void hits(const Request& request) {
+    try {
+      world_.complain(complaint_of_hits(request, *world_.engine));
+    } catch (const std::runtime_error& error) {
+      if (lasting_) world_.complain(error.what());
+      closed_ = true;
     }
   }
   // Pinned meanwhile, whatever the others push out.
