@@ -131,7 +131,7 @@ class RowPrefetcher:
         return self._start(ask, tuple(ids))
 
     def close(self) -> None:
-        """Fail what is still asked for, and wait for lookups under way."""
+        """Fail what has not been asked for yet, and wait for lookups under way."""
         self._closed = True
         self._lookups.close()
         self._asking.shutdown()
@@ -160,7 +160,7 @@ class RowPrefetcher:
             try:
                 found = self._lookups.begin(_unless_cancelled(future, ask), layer)
             except Exception as error:
-                found = EngramError("the prefetcher was closed") if self._closed else error
+                found = error
             self._placing.submit(self._place, found, future)
         # Behind the step's last layer, whatever became of it.
         self._placing.submit(self._room.release)
@@ -173,7 +173,8 @@ class RowPrefetcher:
                 raise found
             future.set_result(self._placer.place(found.result()))
         except Exception as error:
-            future.set_exception(error)
+            ours = isinstance(error, EngramError) or not self._closed
+            future.set_exception(error if ours else EngramError("the prefetcher was closed"))
 
 
 class PendingRows:
@@ -261,7 +262,7 @@ class _Threads:
         return self._threads.submit(ask, self._client, layer)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
 
 _Lookups: TypeAlias = _Stream | _Threads
