@@ -85,6 +85,7 @@ def serving(
     listen: str | None = "127.0.0.1:0",
     uds: Path | None = None,
     limits: dict[str, Any] | None = None,
+    device: str = "cpu",
     cache_bytes: int = 64 << 20,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
@@ -95,6 +96,7 @@ def serving(
         uds=uds,
         limits=Limits(**(limits or {})),
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
+        device=device,
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")
