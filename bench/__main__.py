@@ -19,7 +19,7 @@ from bench.scale import Scale
 from engram_server import __version__
 
 RESULTS = Path(__file__).parent / "results" / "latest.json"
-BENCHMARKS = ("hash", "dequant", "cold", "rivals", "warm", "text", "lanes", "rss", "convert")
+BENCHMARKS = ("hash", "dequant", "cold", "rivals", "warm", "text", "lanes", "shm", "rss", "convert")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
