@@ -135,6 +135,11 @@ class SharedChannel:
             not query.unique
             and expected.keys <= self._description.limits.request_rows
             and all(len(digest) == _DIGEST_BYTES for digest in digests)
+            # Else there is no one number of positions; gRPC says so.
+            and not (
+                isinstance(query.keys, BlockKeys)
+                and any(len(ids) != expected.tokens for ids in query.keys.layers.values())
+            )
         )
 
     def lookup(self, expected: Expected, timeout_s: float | None) -> Lookup:
