@@ -358,9 +358,24 @@ class Footprint:
         )
 
 
+class Watch:
+    """What a server held when it was last looked at."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.look()
+
+    def look(self) -> None:
+        """Compare with what it holds now, from now on: an allocator keeps what was freed to it, once."""
+        self.before = Footprint(self.pid)
+
+    def nothing_is_left(self) -> bool:
+        return Footprint(self.pid).within(self.before)
+
+
 @pytest.fixture
-def beside_an_honest_client(server: ServerProcess, truth: Truth) -> Iterator[None]:
-    """Its rows must be exact all along, and afterwards the server must be as it was."""
+def watch(server: ServerProcess, truth: Truth) -> Iterator[Watch]:
+    """Beside a client whose rows must be exact all along; afterwards the server must be as it was."""
     tokens = list(range(40, 60))
     expected = truth.values(truth.ids(tokens), "packed")
     stop = threading.Event()
@@ -368,7 +383,7 @@ def beside_an_honest_client(server: ServerProcess, truth: Truth) -> Iterator[Non
     with EngramClient(server.targets[0], shared_memory=REQUIRED) as client:
         for _ in range(3):
             assert_exact(client, truth, tokens)
-        before = Footprint(server.process.pid)
+        watch = Watch(server.process.pid)
 
         def ask() -> None:
             while not stop.is_set():
@@ -381,19 +396,19 @@ def beside_an_honest_client(server: ServerProcess, truth: Truth) -> Iterator[Non
         asker = threading.Thread(target=ask)
         asker.start()
         try:
-            yield
+            yield watch
         finally:
             stop.set()
             asker.join()
         assert not wrong
-        until(lambda: Footprint(server.process.pid).within(before), timeout_s=60)
+        until(watch.nothing_is_left, timeout_s=60)
 
 
 def attach(path: Path, data_bytes: int = 1 << 20) -> _core.ShmClient:
     return _core.ShmClient(str(path), data_bytes, 30.0)
 
 
-@pytest.mark.usefixtures("beside_an_honest_client")
+@pytest.mark.usefixtures("watch")
 def test_a_thousand_clients_come_and_go(server: ServerProcess) -> None:
     path = socket_of(server)
     for _ in range(1000):
@@ -429,10 +444,11 @@ while True:
 """
 
 
-@pytest.mark.usefixtures("beside_an_honest_client")
-def test_clients_killed_in_mid_request(server: ServerProcess) -> None:
+def test_clients_killed_in_mid_request(server: ServerProcess, watch: Watch) -> None:
     path = socket_of(server)
-    for _ in range(5):
+    for number in range(8):
+        if number == 3:
+            watch.look()
         victim = subprocess.Popen([sys.executable, "-c", _VICTIM, str(path)], stdout=subprocess.PIPE)
         assert victim.stdout is not None
         with victim.stdout as out:
@@ -441,7 +457,7 @@ def test_clients_killed_in_mid_request(server: ServerProcess) -> None:
             victim.wait()
 
 
-@pytest.mark.usefixtures("beside_an_honest_client")
+@pytest.mark.usefixtures("watch")
 def test_clients_that_never_look_at_their_answers(server: ServerProcess) -> None:
     path = socket_of(server)
     hoarders = [attach(path) for _ in range(4)]
@@ -458,7 +474,7 @@ def test_clients_that_never_look_at_their_answers(server: ServerProcess) -> None
     del tickets, hoarders
 
 
-@pytest.mark.usefixtures("beside_an_honest_client")
+@pytest.mark.usefixtures("watch")
 def test_strangers_at_the_door(server: ServerProcess) -> None:
     path = str(socket_of(server))
     for junk in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(24), bytes(5000)):

@@ -80,12 +80,14 @@ class Attachment:
             return channel
         self.drop(channel)
         if self._refused_by == description.server_id and time.monotonic() < self._again:
-            return self._without("it refused a moment ago")
+            self._without("it refused a moment ago")
+            return None
         try:
             self._channel = SharedChannel(self._options, description, self._target)
         except _NoChannelError as error:
             self._refused_by, self._again = description.server_id, time.monotonic() + _AGAIN_S
-            return self._without(str(error))
+            self._without(str(error))
+            return None
         log.debug("%s: lookups go through shared memory", self._target)
         return self._channel
 
