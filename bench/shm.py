@@ -58,11 +58,13 @@ def run(scale: Scale) -> Iterator[Result]:
     tokens = np.random.default_rng(0).integers(0, 128_000, PREFILL_TOKENS, dtype=np.int32)
     uds = scale.beside("-shm.sock")
     with ExitStack() as closing:
+        # First: its process is forked, which gRPC does not like once it has threads.
+        pong = closing.enter_context(ping_pong())
         closing.enter_context(server(store, cache_bytes, "--uds", str(uds)))
         memory = closing.enter_context(EngramMemory.open(store, cache_bytes=cache_bytes))
         shared = closing.enter_context(EngramClient(f"unix:{uds}", shared_memory="require"))
         plain = closing.enter_context(EngramClient(f"unix:{uds}", shared_memory="off"))
-        yield from decode(scale, tokens[:DECODE_TOKENS], memory, shared, plain, closing)
+        yield from decode(scale, tokens[:DECODE_TOKENS], memory, shared, plain, pong, closing)
         yield from prefill(scale, tokens, memory, shared, plain)
 
 
@@ -72,13 +74,13 @@ def decode(
     memory: EngramMemory,
     shared: EngramClient,
     plain: EngramClient,
+    pong: Call,
     closing: ExitStack,
 ) -> Iterator[Result]:
     """A step of 64 tokens."""
     stream = closing.enter_context(plain.stream())
     expected = memory.lookup(tokens, format="packed").values
     echo = closing.enter_context(echo_stream(scale.beside("-echo.sock"), expected.nbytes))
-    pong = closing.enter_context(ping_pong())
     sides: dict[str, Call] = {
         "embedded": lambda: memory.lookup(tokens, format="packed"),
         "shared": lambda: shared.lookup(tokens, format="packed"),

@@ -352,8 +352,8 @@ class ShmServer:
     ) -> None:
         """layers: of the hash's planes, in order. tables: (layer, rows, kind, digest of 32 bytes), ascending. Digests
         of token map and hash are empty without a hash. sealed: rows carry checksums, so files that were written to
-        need no look. listener: descriptor of a listening SOCK_SEQPACKET socket, which is taken over. group: id of a group
-        that may attach, besides root and the process' own user."""
+        need no look. listener: descriptor of a listening SOCK_SEQPACKET socket, which is taken over. group: id of a
+        group that may attach, besides root and the process' own user."""
     def drain(self) -> None:
         """Refuse new clients and new requests."""
     @property

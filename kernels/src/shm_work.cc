@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kBlocksAhead = 2;
 // Gathered in one step. More than what a gather writes past the CPU's caches: the answer of a
 // prefill would only push them out.
-constexpr std::size_t kSliceBytes = 3 << 20;
+constexpr std::size_t kSliceBytes = 4 << 20;
 // One client's part of the engine's budget, and of the rows that may be worked on.
 constexpr std::uint64_t kClientShare = 8;
 constexpr std::uint64_t kDecodeShare = 8;  // of the rows, for the decode lane alone
@@ -189,7 +189,9 @@ Work::Step Work::gather() {
     block.checked = true;
   }
   const std::size_t bytes = request_->position_bytes();
-  const std::size_t slice = std::max<std::size_t>(1, kSliceBytes / std::max<std::size_t>(1, bytes));
+  // Equal slices, lest the last is one that a gather would push into the caches.
+  const std::size_t slices = std::max<std::size_t>(1, block.count * bytes / kSliceBytes);
+  const std::size_t slice = (block.count + slices - 1) / slices;
   const std::size_t count = std::min(slice, block.count - block.done);
   block.batch->gather(block.done, count, request_->format,
                       scope_.data.data() + entry_.out_offset + gathered_ * bytes);
