@@ -29,6 +29,7 @@ from engram_client import (
     EngramClient,
     EngramError,
     InvalidRequestError,
+    MismatchError,
     Retry,
     SharedMemory,
     UnavailableError,
@@ -287,6 +288,20 @@ def test_clients_resume_by_themselves_when_the_server_is_restarted_under_load(
             for asker in askers:
                 asker.join()
     assert not wrong
+
+
+def test_a_restart_with_another_table_is_refused(
+    fp4_checkpoint: Path, fp8_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    uds = tmp_path / "socket"
+    with EngramClient(f"unix:{uds}", shared_memory=REQUIRED, retry=Retry(wait_for_server_s=60)) as client:
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds):
+            assert_exact(client, truth, [5])
+        with (
+            serving(fp8_checkpoint, tmp_path, listen=None, uds=uds),
+            pytest.raises(MismatchError, match="they serve different rows"),
+        ):
+            client.lookup([5])
 
 
 # --------------------------------------------------------------------------------------------- fail closed
