@@ -94,8 +94,9 @@ Work::Step Work::advance() {
     finish();
     return Step::over;
   }
-  if (submitted_ < request_->positions && may_submit()) {
-    if (submit() == Step::did) return Step::did;
+  if (submitted_ < request_->positions) {
+    if (blocks_.empty() && copy_hits()) return Step::did;
+    if (may_submit() && submit() == Step::did) return Step::did;
   }
   if (!blocks_.empty() && blocks_.front().batch->done()) return gather();
   return Step::waits;
@@ -146,12 +147,45 @@ bool Work::may_submit() const {
   return scope_.submitted_bytes == 0 || scope_.submitted_bytes + bytes <= share;
 }
 
-Work::Step Work::submit() {
-  const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
+// Of the block that begins at submitted_.
+std::vector<LayerKeys> Work::next_keys() const {
   std::vector<LayerKeys> keys = request_->keys;
   for (LayerKeys& layer : keys) {
     layer.ids += static_cast<std::ptrdiff_t>(submitted_) * layer.position_stride;
   }
+  return keys;
+}
+
+// Rows in place may be any mixture once a file was written to; see Memory.ensure_unwritten.
+void Work::ensure_unwritten() const {
+  if (scope_.served.sealed) return;
+  const std::string change = scope_.served.reader->change();
+  if (change.empty()) return;
+  throw Refusal(Status::data_loss, change + "; its rows cannot be trusted: open it again");
+}
+
+// The next block, when the cache has all of it: no batch, and none of the budget.
+bool Work::copy_hits() {
+  if (not_all_hits_ == submitted_ + 1) return false;
+  const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
+  const Order order{.positions = count, .columns = request_->columns};
+  std::byte* const out =
+      scope_.data.data() + entry_.out_offset + submitted_ * request_->position_bytes();
+  const auto stats = scope_.served.engine->copy_hits(next_keys(), order, request_->format, out);
+  if (!stats) {
+    not_all_hits_ = submitted_ + 1;
+    return false;
+  }
+  ensure_unwritten();
+  add(outcome_.stats, *stats);
+  submitted_ += count;
+  gathered_ += count;
+  return true;
+}
+
+Work::Step Work::submit() {
+  const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
+  const std::vector<LayerKeys> keys = next_keys();
   Order order{.positions = count, .columns = request_->columns, .lane = lane_};
   if (deadline_) {
     order.deadline_s = std::chrono::duration<double>(*deadline_ - Clock::now()).count();
@@ -179,11 +213,7 @@ Work::Step Work::submit() {
 Work::Step Work::gather() {
   Block& block = blocks_.front();
   if (!block.checked) {
-    // Rows in place may be any mixture once a file was written to; see Memory.ensure_unwritten.
-    const std::string change = scope_.served.sealed ? "" : scope_.served.reader->change();
-    if (!change.empty()) {
-      throw Refusal(Status::data_loss, change + "; its rows cannot be trusted: open it again");
-    }
+    ensure_unwritten();
     block.batch->check();
     add(outcome_.stats, block.batch->stats());
     block.checked = true;

@@ -95,6 +95,9 @@ class Work {
   Step start();
   void admit();
   bool may_submit() const;
+  std::vector<LayerKeys> next_keys() const;
+  void ensure_unwritten() const;
+  bool copy_hits();
   Step submit();
   Step gather();
   void drop_blocks();
@@ -112,6 +115,7 @@ class Work {
   std::size_t block_positions_ = 0;
   std::size_t submitted_ = 0;  // positions
   std::size_t gathered_ = 0;
+  std::size_t not_all_hits_ = 0;  // 1 + where the last block began that the cache did not have
   std::deque<Block> blocks_;
   std::optional<Clock::time_point> waits_for_budget_until_;
   Outcome outcome_;

@@ -26,6 +26,11 @@ struct Raw {
     return {std::move(socket),
             shm::Memory::map(std::move(received.file), received.welcome.file_bytes)};
   }
+  // The same memory once more, as another process of the client's would have it.
+  shm::Memory map_again() {
+    UniqueFd file = memory.take_fd();
+    return shm::Memory::map(std::move(file), memory.file_bytes());
+  }
   void put(std::uint32_t at, const shm::Entry& entry) const { memory.entry(at) = entry; }
   void submit(std::uint32_t entries) const {
     shm::Header& header = memory.header();
@@ -150,16 +155,17 @@ TEST_CASE("lengths and offsets beyond the data area, and sums that wrap") {
 TEST_CASE("fields that change while they are read") {
   ShmWorld world(false);
   beside_an_honest_client(world, [&] {
-    const Raw raw = Raw::attach(world);
+    Raw raw = Raw::attach(world);
+    const shm::Memory scribbled = raw.map_again();
     std::atomic<bool> stop{false};
     std::thread scribbler([&] {
       Random random(3);
-      auto* const ids = reinterpret_cast<std::int64_t*>(raw.memory.data().data());
+      auto* const ids = reinterpret_cast<std::int64_t*>(scribbled.data().data());
       while (!stop.load()) {
         ids[random() % 10] =
             static_cast<std::int64_t>(random() % 2 == 0 ? random() : random() % 3000);
-        raw.memory.entry(static_cast<std::uint32_t>(random())).out_offset = random();
-        raw.memory.entry(static_cast<std::uint32_t>(random())).keys_bytes = random() % 200;
+        scribbled.entry(static_cast<std::uint32_t>(random())).out_offset = random();
+        scribbled.entry(static_cast<std::uint32_t>(random())).keys_bytes = random() % 200;
       }
     });
     for (std::uint32_t round = 0; round < 3000 && !raw.shown_out(); ++round) {
