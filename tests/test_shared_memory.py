@@ -34,6 +34,7 @@ from engram_client import (
     SharedMemory,
     UnavailableError,
 )
+from engram_client._targets import is_local
 from engram_kernels import _core
 from engram_server.shared_memory import SharedMemoryOptions
 
@@ -184,6 +185,23 @@ def test_the_socket_of_a_dead_server_is_replaced(fp4_checkpoint: Path, tmp_path:
         assert_exact(client, truth, [5])
         assert server.stop() == 0
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "local"),
+    [
+        ("unix:/run/engram.sock", True),
+        ("127.0.0.1:50051", True),
+        ("127.8.8.8:1", True),
+        ("[::1]:50051", True),
+        ("localhost:50051", True),
+        ("10.0.0.7:50051", False),
+        ("tables.internal:50051", False),
+        ("[fd00::1]:50051", False),
+    ],
+)
+def test_only_a_server_on_this_host_is_expected_to_share(target: str, local: bool) -> None:
+    assert is_local(target) is local
 
 
 # ------------------------------------------------------------------------------------------ rows in place

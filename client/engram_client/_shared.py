@@ -24,6 +24,7 @@ from engram_client._description import Description
 from engram_client._errors import DeadlineError, ProtocolError, UnavailableError, from_number
 from engram_client._query import BlockKeys, Query, RowKeys, TokenKeys
 from engram_client._result import Lookup, Stats
+from engram_client._targets import is_local
 
 if TYPE_CHECKING:
     from engram_kernels import _core
@@ -96,7 +97,9 @@ class Attachment:
             raise UnavailableError(f"there is no shared memory: {why}", target=self._target)
         if not self._told:
             self._told = True
-            log.warning("%s: no shared memory, so lookups go over gRPC: %s", self._target, why)
+            # A server elsewhere has no memory to share; one on this host may be missing out on it.
+            level = logging.WARNING if is_local(self._target) else logging.INFO
+            log.log(level, "%s: no shared memory, so lookups go over gRPC: %s", self._target, why)
 
     def drop(self, channel: SharedChannel | None) -> None:
         """Attach anew next time."""
