@@ -157,7 +157,7 @@ def test_paths_that_cannot_be_had(fp4_checkpoint: Path, tmp_path: Path) -> None:
     for options, sentence in {
         SharedMemoryOptions(socket=file): "exists and is not a socket",
         SharedMemoryOptions(socket=tmp_path / ("x" * 108)): "over the 107",
-        SharedMemoryOptions(socket=tmp_path / "no" / "folder"): "No such file or directory",
+        SharedMemoryOptions(socket=tmp_path / "no" / "folder"): "there is no directory",
         SharedMemoryOptions(group="no such group"): "there is no group 'no such group' to let in",
     }.items():
         if options.group is None:

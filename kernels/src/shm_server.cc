@@ -198,7 +198,7 @@ void Server::greet(Client& client) {
 
 // Throws Refusal.
 void Server::attach(Client& client, const Hello& hello, Welcome& welcome) {
-  if (client.peer.uid != ::geteuid() && client.peer.uid != 0 && !client.peer.in_group) {
+  if (!client.peer.may_attach(::geteuid())) {
     throw Refusal(Status::permission_denied,
                   "uid " + std::to_string(client.peer.uid) +
                       " may not attach: start the server with --shm-group for a group of it");

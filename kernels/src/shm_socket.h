@@ -18,6 +18,8 @@ struct Peer {
   pid_t pid = 0;
   uid_t uid = 0;
   bool in_group = false;  // of the group asked for, first or supplementary
+
+  bool may_attach(uid_t own) const { return uid == own || uid == 0 || in_group; }
 };
 
 // Throws std::system_error.

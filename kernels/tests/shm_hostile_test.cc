@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <functional>
@@ -192,6 +193,29 @@ TEST_CASE("a client that never looks at its answers, with all its slots full") {
     CHECK(hoarder->submit(asked.call(), Clock::now()) == nullptr);
     CHECK(until([&] { return world.server->counts().requests >= shm::kSlots; }));
   });
+}
+
+TEST_CASE("who may attach: one's own user, root, and the group that was named") {
+  std::array<int, 2> ends{};
+  REQUIRE(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) == 0);
+  const UniqueFd here(ends[0]);
+  const UniqueFd there(ends[1]);
+  std::vector<gid_t> groups(static_cast<std::size_t>(::getgroups(0, nullptr)));
+  ::getgroups(static_cast<int>(groups.size()), groups.data());
+  groups.push_back(::getegid());
+  const gid_t foreign = *std::ranges::max_element(groups) + 1;
+  for (const gid_t group : groups) CHECK(shm::peer_of(here.get(), group).in_group);
+  CHECK_FALSE(shm::peer_of(here.get(), foreign).in_group);
+  const shm::Peer peer = shm::peer_of(here.get(), std::nullopt);
+  CHECK(peer.pid == ::getpid());
+  CHECK(peer.uid == ::geteuid());
+  CHECK_FALSE(peer.in_group);
+
+  CHECK(shm::Peer{.uid = 1000}.may_attach(1000));
+  CHECK(shm::Peer{.uid = 0}.may_attach(1000));
+  CHECK(shm::Peer{.uid = 1001, .in_group = true}.may_attach(1000));
+  CHECK_FALSE(shm::Peer{.uid = 1001}.may_attach(1000));
+  CHECK_FALSE(shm::Peer{.uid = 1000}.may_attach(0));
 }
 
 TEST_CASE("greetings that are none, and none at all") {
