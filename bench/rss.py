@@ -91,11 +91,11 @@ def look_up(target: str, tokens: NDArray[np.int32]) -> int:
 
 
 @contextmanager
-def server(source: Path, cache_bytes: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(source: Path, cache_bytes: int, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on a free port, its scales loaded, and its address."""
     command = [
         sys.executable, "-m", "engram_server.cli", "serve", str(source), "--listen", "127.0.0.1:0",
-        "--scales", "memory", "--cache-bytes", str(cache_bytes),
+        "--scales", "memory", "--cache-bytes", str(cache_bytes), *options,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:

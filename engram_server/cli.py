@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _is_operators(error: Exception) -> bool:
     """Whether an error is about files, hosts or input, and so deserves a sentence; else it is our bug."""
     from engram_client import EngramError
-    from engram_server.server import ServeError
+    from engram_server.sockets import ServeError
 
     # RuntimeError itself, no subclass: what the native core raises when a backend cannot run here.
     return isinstance(error, OSError | ValueError | EngramError | ServeError) or type(error) is RuntimeError
@@ -129,13 +129,22 @@ def _hash(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from engram_server.server import ServeOptions, serve
+    from engram_server.shared_memory import SharedMemoryOptions
 
+    shared_memory = SharedMemoryOptions(
+        socket={"auto": "auto", "off": None}.get(options.shm, Path(options.shm)),
+        clients=options.shm_clients,
+        total_bytes=options.shm_bytes,
+        spin_us=options.shm_spin_us,
+        group=options.shm_group,
+    )
     return serve(
         ServeOptions(
             path=options.path,
             listen=None if options.listen == "none" else options.listen,
             uds=options.uds,
             memory=_memory_options(options),
+            shared_memory=shared_memory,
             grace_s=options.grace_s,
             device=options.device,
         )
@@ -343,8 +352,45 @@ def _add_serve(command: Callable[..., Any]) -> None:
         help="bring the row groups it names into the cache after the start, in the background; it is saved again "
         "every ten minutes and at the end, from what the cache holds then",
     )
+    _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
+
+
+def _add_shared_memory(sub: Any) -> None:
+    sub.add_argument(
+        "--shm",
+        default="auto",
+        metavar="PATH|auto|off",
+        help="UNIX socket at which clients on this host get shared memory; auto (default): beside --uds, else in "
+        "$XDG_RUNTIME_DIR or the folder for temporary files",
+    )
+    sub.add_argument(
+        "--shm-clients",
+        type=int,
+        default=64,
+        metavar="N",
+        help="clients attached at once (64), a thread for each",
+    )
+    sub.add_argument(
+        "--shm-bytes",
+        type=_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="shared memory of all clients together, taken as they attach; one may have a quarter (1GiB)",
+    )
+    sub.add_argument(
+        "--shm-spin-us",
+        type=int,
+        default=0,
+        metavar="US",
+        help="how long a client's thread looks for its next request before it sleeps (0): latency for CPU time",
+    )
+    sub.add_argument(
+        "--shm-group",
+        metavar="GROUP",
+        help="let members of this group attach, besides this process' user and root",
+    )
 
 
 _WARM = """\

@@ -231,7 +231,7 @@ def from_tokens(
         raise InvalidRequestError(str(error)) from error
     plane = {layer: index for index, layer in enumerate(memory.spec.layers)}
     views = tuple(ids[:, plane[layer]] for layer in wanted)
-    return Request("tokens", wanted, wanted_columns, format, unique, views, _group(memory), mask)
+    return Request("tokens", wanted, wanted_columns, format, unique, views, group_rows(memory), mask)
 
 
 def from_blocks(
@@ -264,7 +264,7 @@ def from_blocks(
             )
         _check_ids(memory, layer, ids[:, begin:end], begin)
         views.append(ids.astype(np.int64, copy=False))
-    return Request("blocks", layers, (begin, end), format, unique, tuple(views), _group(memory), None)
+    return Request("blocks", layers, (begin, end), format, unique, tuple(views), group_rows(memory), None)
 
 
 def from_rows(
@@ -324,7 +324,8 @@ def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
-def _group(memory: Memory) -> int:
+def group_rows(memory: Memory) -> int:
+    """Columns that make a row group of the engine: GROUP_ROWS, or 1 for models with another number of heads."""
     return GROUP_ROWS if memory.spec.heads == GROUP_ROWS else 1
 
 

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import signal
 import socket
-import stat
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +26,8 @@ from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.service import SERVICE_NAME, EngramService
-from engram_server.tables.opened import has_text_name
+from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
+from engram_server.sockets import ServeError, make_way
 
 log = logging.getLogger("engram_server")
 
@@ -36,8 +36,6 @@ DEFAULT_LISTEN = "127.0.0.1:50051"
 _WATCH_S = 1.0
 """Between two looks at the table files."""
 _LOAD_POLL_S = 0.2
-_UDS_PATH_BYTES_MAX = 107
-"""sun_path of sockaddr_un, without its closing zero."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,13 @@ class ServeOptions:
     """UNIX socket to listen on as well."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     limits: Limits = field(default_factory=Limits)
+    shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
     grace_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
-
-
-class ServeError(Exception):
-    """The server cannot start; the text is a sentence for the operator."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -102,11 +97,22 @@ async def _serve(
         service.register(server)
 
         addresses = _bind(server, options)
+        channel = open_channel(
+            memory,
+            options.limits,
+            options.shared_memory,
+            uds=options.uds,
+            port=_port_of(options, addresses),
+            server_id=service.server_id,
+        )
+        if channel is not None:
+            closing.callback(channel.close)
+            service.advertise(channel.info())
         await server.start()
         await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
-        print(_ready_line(options, memory, addresses), flush=True)
+        print(_ready_line(options, memory, addresses, channel), flush=True)
         loading = asyncio.create_task(_log_loading(memory))
-        watching = asyncio.create_task(_watch_files(memory, unhealthy))
+        watching = asyncio.create_task(_watch(memory, channel, unhealthy))
         for task in (loading, watching):
             closing.callback(task.cancel)
         if keeper is not None:
@@ -117,7 +123,7 @@ async def _serve(
         stop.clear()
         await status.enter_graceful_shutdown()
         service.drain()
-        drained = asyncio.create_task(server.stop(options.grace_s))
+        drained = asyncio.create_task(_drained(server, channel, options.grace_s))
         impatient = asyncio.create_task(stop.wait())
         await asyncio.wait({drained, impatient}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
@@ -154,11 +160,20 @@ async def _log_loading(memory: Memory) -> None:
         await asyncio.sleep(_LOAD_POLL_S)
 
 
-async def _watch_files(memory: Memory, unhealthy: _Unhealthy) -> None:
-    """Report the first change of a table file, also when nobody asks for its rows."""
-    while not (change := memory.reader.change()):
+async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, grace_s: float) -> None:
+    stopped = asyncio.create_task(server.stop(grace_s))
+    if channel is not None:
+        await channel.drain(grace_s)
+    await stopped
+
+
+async def _watch(memory: Memory, channel: SharedMemoryChannel | None, unhealthy: _Unhealthy) -> None:
+    """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw."""
+    while True:
+        damage = "" if channel is None else channel.look()
+        if change := memory.reader.change() or damage:
+            unhealthy.report(change)
         await asyncio.sleep(_WATCH_S)
-    unhealthy.report(change)
 
 
 async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
@@ -213,7 +228,12 @@ def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
             raise ServeError(f"cannot listen on {options.listen}: {_bind_reason(host, int(port))}") from error
         addresses.append(f"{host}:{bound}")
     if options.uds is not None:
-        _make_way(options.uds)
+        if odd := sorted(set(str(options.uds)) & set("%?#")):
+            raise ServeError(
+                f"cannot listen on the UNIX socket {options.uds}: gRPC reads {' and '.join(odd)} as parts of a URI; "
+                "choose another path"
+            )
+        make_way(options.uds, socket.SOCK_STREAM)
         target = f"unix:{options.uds}"
         try:
             server.add_insecure_port(target)
@@ -237,44 +257,14 @@ def _bind_reason(host: str, port: int) -> str:
     return "the address could not be bound"
 
 
-def _make_way(path: Path) -> None:
-    """Remove the socket a dead server left behind; refuse when a live one, or another file, is there."""
-    if odd := sorted(set(str(path)) & set("%?#")):
-        raise ServeError(
-            f"cannot listen on the UNIX socket {path}: gRPC reads {' and '.join(odd)} as parts of a URI; choose "
-            "another path"
-        )
-    if not has_text_name(path):
-        raise ServeError(f"the path of the UNIX socket is not UTF-8: {path}")
-    if len(bytes(path)) > _UDS_PATH_BYTES_MAX:
-        raise ServeError(
-            f"the path of the UNIX socket has {len(bytes(path))} bytes, over the {_UDS_PATH_BYTES_MAX} that "
-            f"the system allows: {path}"
-        )
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        if path.parent.is_dir():
-            return
-        raise ServeError(f"there is no directory {path.parent} for the UNIX socket {path.name}") from None
-    except OSError as error:
-        raise ServeError(f"cannot listen on the UNIX socket {path}: {error.strerror}") from error
-    if not stat.S_ISSOCK(mode):
-        raise ServeError(f"{path} exists and is not a socket: choose another path for the UNIX socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            log.info("removing %s, left behind by a server that is gone", path)
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ServeError(f"cannot tell whether {path} is in use: {error}") from error
-        else:
-            raise ServeError(f"another server is listening on {path}: stop it, or choose another path")
+def _port_of(options: ServeOptions, addresses: list[str]) -> int | None:
+    """The TCP port that was bound."""
+    return None if options.listen is None else int(addresses[0].rpartition(":")[2])
 
 
-def _ready_line(options: ServeOptions, memory: Memory, addresses: list[str]) -> str:
+def _ready_line(
+    options: ServeOptions, memory: Memory, addresses: list[str], channel: SharedMemoryChannel | None
+) -> str:
     tables = ", ".join(
         f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
         for layer, table in memory.tables.items()
@@ -286,5 +276,5 @@ def _ready_line(options: ServeOptions, memory: Memory, addresses: list[str]) -> 
         f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
         f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
         + ("tables load into memory" if memory.options.resident else kept)
-        + (f"; bf16 on {options.device}" if options.device != "cpu" else "")
+        + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
     )

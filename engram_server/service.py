@@ -47,8 +47,13 @@ class EngramService:
         self._limits = limits
         self._fetcher = Fetcher(memory, limits, on_damage, converter)
         self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
-        self._server_id = secrets.token_hex(16)
+        self.server_id = secrets.token_hex(16)
+        self._shared_memory: pb.SharedMemoryInfo | None = None
         self._streams: WeakSet[ReplyStream] = WeakSet()
+
+    def advertise(self, shared_memory: pb.SharedMemoryInfo) -> None:
+        """Say in Describe where clients on this host find the shared-memory channel."""
+        self._shared_memory = shared_memory
 
     def register(self, server: grpc.aio.Server) -> None:
         """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests."""
@@ -78,7 +83,7 @@ class EngramService:
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:  # noqa: N802
         """What is served, as of now."""
-        return wire.describe(self._memory, self._limits, self._server_id)
+        return wire.describe(self._memory, self._limits, self.server_id, self._shared_memory)
 
     async def Lookup(self, received: wire.Received, context: Context) -> pb.LookupReply:  # noqa: N802
         """One request, one reply of bounded size."""

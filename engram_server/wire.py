@@ -231,7 +231,9 @@ def stats_message(plan: Plan, totals: lookup.BatchStats) -> pb.LookupStats:
 # ------------------------------------------------------------------------------------------------ Describe
 
 
-def describe(memory: Memory, limits: Limits, server_id: str) -> pb.DescribeReply:
+def describe(
+    memory: Memory, limits: Limits, server_id: str, shared_memory: pb.SharedMemoryInfo | None = None
+) -> pb.DescribeReply:
     """What is served, as of now."""
     spec = memory.spec
     token_map = memory.token_map
@@ -270,6 +272,7 @@ def describe(memory: Memory, limits: Limits, server_id: str) -> pb.DescribeReply
         ),
         scales_reason=memory.scale_decision.reason,
         cache=pb.CacheInfo(**vars(memory.cache_state())),
+        shared_memory=shared_memory,
     )
 
 

@@ -27,6 +27,13 @@ RESULTS = {
     "warm": {"warm_packed_vs_torch", "warm_bf16_vs_torch"},
     "text": {"text_reads_vs_groups", "text_warm_vs_cold", "text_chunk_vs_plain_ring", "repeat_reads"},
     "lanes": {"decode_p95_beside_prefill", "prefill_share"},
+    "shm": {
+        "shm_decode_vs_floor",
+        "shm_decode_p99_vs_p50",
+        "shm_prefill_vs_embedded",
+        "shm_vs_grpc_throughput",
+        "grpc_decode_vs_echo",
+    },
     "rss": {"rss_over_budget_mib"},
     "convert": {"convert_vs_copy"},
 }

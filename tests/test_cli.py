@@ -263,7 +263,7 @@ def test_a_corpus_warms_a_server(fp4_checkpoint: Path, tmp_path: Path) -> None:
     assert "row groups for 100.0 % of what" in said
     arguments = ("--listen", "127.0.0.1:0", "--cache-bytes", "64MiB", "--hot-set", hot)
     with served(fp4_checkpoint, *arguments) as (line, _):
-        assert re.search(r"cache 6\d MiB$", line.rstrip())
+        assert re.search(r"cache 6\d MiB;", line.rstrip())
         (target,) = re.findall(r" on (\S+): layer", line)
         text = (
             "lookup",

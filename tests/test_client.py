@@ -21,6 +21,7 @@ from engram_client import (
     InvalidRequestError,
     Lookup,
     MismatchError,
+    SharedMemory,
     to_torch,
 )
 from engram_server import lookup as server_lookup
@@ -34,6 +35,8 @@ TOKENS = [0, 3, 17, 17, 17, 129279, IMAGE, 5, 6, 7, *range(1000, 1020), 3, 17, 1
 HISTORY = [9, -1, 8]
 SMALL = {"unary_reply_bytes": 20_000, "chunk_bytes": 10_000, "block_bytes": 30_000}
 """Limits that make a reply of a few tokens many blocks of many chunks."""
+SMALL_MEMORY = SharedMemory("require", data_bytes=1)
+"""The smallest data area: an answer of a few tokens comes in pieces."""
 
 
 @dataclass
@@ -77,9 +80,17 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 
 @contextmanager
-def threads(target: str) -> Iterator[Ask]:
-    with EngramClient(target) as client:
+def threads(target: str, shared_memory: Any = "off") -> Iterator[Ask]:
+    with EngramClient(target, shared_memory=shared_memory) as client:
         yield lambda method, *args, **kwargs: getattr(client, method)(*args, **kwargs)
+
+
+@contextmanager
+def in_place(target: str) -> Iterator[Ask]:
+    """Rows where the server wrote them: what is left of a lookup keeps them there."""
+    with EngramClient(target, shared_memory="require") as client:
+        lookups = client.in_place()
+        yield lambda method, *args, **kwargs: getattr(lookups, method)(*args, **kwargs).result()
 
 
 @contextmanager
@@ -122,6 +133,10 @@ WAYS: dict[str, Callable[[Served], Any]] = {
     "client over UDS": lambda served: threads(served.plain.targets[1]),
     "small chunks over TCP": lambda served: threads(served.small.targets[0]),
     "small chunks over UDS": lambda served: threads(served.small.targets[1]),
+    "shared memory": lambda served: threads(served.plain.targets[1], "require"),
+    "shared memory, small blocks": lambda served: threads(served.small.targets[0], "require"),
+    "shared memory in pieces": lambda served: threads(served.plain.targets[0], SMALL_MEMORY),
+    "shared memory in place": lambda served: in_place(served.plain.targets[0]),
     "session": lambda served: session(served.small.targets[0]),
     "async client": lambda served: async_client(served.plain.targets[0]),
     "async small chunks": lambda served: async_client(served.small.targets[1]),
@@ -277,7 +292,10 @@ def test_empty_requests(ask: Ask, unique: bool) -> None:
     assert ask("lookup_blocks", {14: np.empty((0, 24), np.int32)}, unique=unique).values.shape[:2] == (0, 1)
 
 
-@pytest.mark.parametrize("way", ["client over UDS", "session", "async session", "embedded"])
+@pytest.mark.parametrize(
+    "way",
+    ["client over UDS", "shared memory", "shared memory in pieces", "session", "async session", "embedded"],
+)
 def test_65536_tokens(fp4: Served, way: str) -> None:
     """Larger than any message. What repeats every 64 tokens must have rows that do."""
     fp4 = replace(fp4, small=fp4.plain)

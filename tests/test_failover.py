@@ -158,9 +158,9 @@ def test_another_table_is_refused(fp4_checkpoint: Path, fp8_checkpoint: Path, tm
 def test_silent_restart_with_another_table_is_refused(
     fp4_checkpoint: Path, fp8_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The channel reconnects by itself, so the client never notices: the pins in the request do."""
+    """The channel of gRPC reconnects by itself, so the client never notices: the pins in the request do."""
     target = free_address()
-    with EngramClient(target) as client:
+    with EngramClient(target, shared_memory="off") as client:
         with serving(fp4_checkpoint, tmp_path, listen=target) as server:
             client.lookup([5])
             server.stop()

@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING
 
 from engram_client._aio import AsyncEngramClient
 from engram_client._aio_stream import AsyncLookupStream
-from engram_client._config import NO_RETRY, Limits, Retry, Timeouts
-from engram_client._description import CacheFacts, Description, ModelFacts, ServerLimits, TableFacts
+from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts
+from engram_client._description import (
+    CacheFacts,
+    Description,
+    ModelFacts,
+    ServerLimits,
+    SharedMemoryFacts,
+    TableFacts,
+)
 from engram_client._errors import (
     DataLossError,
     DeadlineError,
@@ -29,6 +36,7 @@ from engram_client._errors import (
     UnavailableError,
     UnsupportedError,
 )
+from engram_client._in_place import InPlaceLookups, RowsInPlace
 from engram_client._result import Format, Lane, Lookup, Prefetched, Stats, to_torch
 from engram_client._sync import EngramClient
 from engram_client._sync_stream import LookupStream, PendingLookup
@@ -48,6 +56,7 @@ __all__ = [
     "EngramError",
     "EngramMemory",
     "Format",
+    "InPlaceLookups",
     "InvalidRequestError",
     "Lane",
     "Limits",
@@ -60,8 +69,11 @@ __all__ = [
     "Prefetched",
     "ProtocolError",
     "Retry",
+    "RowsInPlace",
     "ServerError",
     "ServerLimits",
+    "SharedMemory",
+    "SharedMemoryFacts",
     "Stats",
     "TableFacts",
     "Timeouts",

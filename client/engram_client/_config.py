@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,22 @@ class Limits:
 
 NO_RETRY = Retry(attempts=1, wait_for_server_s=0.0)
 """Fail at the first error, after every target was tried."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """How a client uses the shared memory of a server on its own host."""
+
+    use: Literal["auto", "off", "require"] = "auto"
+    """auto: where a server offers it and it can be had, and gRPC else. require: lookups fail without it."""
+    data_bytes: int = 64 << 20
+    """Room for answers under way, and for rows that are used in place; the server may grant less. It counts as memory
+    of the server."""
+    spin_us: int = 0
+    """How long a lookup looks for its answer before it sleeps: latency for CPU time."""
+
+    def __post_init__(self) -> None:
+        if self.use not in ("auto", "off", "require"):
+            raise ValueError(f"shared memory is {self.use!r}; expected auto, off or require")
+        if self.data_bytes <= 0 or self.spin_us < 0:
+            raise ValueError("shared memory needs room, and cannot spin for a negative time")

@@ -78,6 +78,17 @@ class CacheFacts:
 
 
 @dataclass(frozen=True)
+class SharedMemoryFacts:
+    """Where clients on the server's host find its shared-memory channel; see SharedMemoryInfo in engram.proto."""
+
+    socket: str
+    version: int
+    slots: int
+    clients: int
+    client_bytes_max: int
+
+
+@dataclass(frozen=True)
 class Description:
     """What one server serves. Digests are raw bytes; `.hex()` prints them."""
 
@@ -98,6 +109,7 @@ class Description:
     """True when a better backend was refused by the system."""
     scales_reason: str
     cache: CacheFacts
+    shared_memory: SharedMemoryFacts | None = None
 
     def identity(self) -> dict[str, bytes]:
         """Everything that must be equal for two servers to answer alike, by name."""
@@ -156,7 +168,15 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
             joined=reply.cache.joined,
             evictions=reply.cache.evictions,
         ),
+        shared_memory=_shared_memory_from(reply),
     )
+
+
+def _shared_memory_from(reply: pb.DescribeReply) -> SharedMemoryFacts | None:
+    if not reply.HasField("shared_memory"):
+        return None
+    info = reply.shared_memory
+    return SharedMemoryFacts(info.socket, info.version, info.slots, info.clients, info.client_bytes_max)
 
 
 def _table_from(table: pb.TableInfo) -> TableFacts:

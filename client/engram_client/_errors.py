@@ -66,6 +66,8 @@ class ServerError(EngramError):
 
 _BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    # A call that this side did not cancel was by a server that shuts down.
+    grpc.StatusCode.CANCELLED: UnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,

@@ -10,15 +10,23 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from engram_client._channel import Identity, channel_options
-from engram_client._codec import Assembler, expect, must_stream, prefetched_from, request_message
-from engram_client._config import Limits, Retry, Timeouts
+from engram_client._codec import Assembler, Expected, expect, must_stream, prefetched_from, request_message
+from engram_client._config import Limits, Retry, SharedMemory, Timeouts
 from engram_client._description import Description, description_from
-from engram_client._errors import DeadlineError, EngramError, ProtocolError, UnavailableError, from_rpc
+from engram_client._errors import (
+    DeadlineError,
+    EngramError,
+    InvalidRequestError,
+    ProtocolError,
+    UnavailableError,
+    from_rpc,
+)
 from engram_client._proto import engram_pb2 as pb
 from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_client._query import Query
 from engram_client._result import Lookup, Prefetched
 from engram_client._retry import Attempts
+from engram_client._shared import Attachment, NoRoomError, SharedChannel, SharedLookup
 
 T = TypeVar("T")
 
@@ -33,8 +41,16 @@ class ChunkCall(Protocol):
 class Connection:
     """One target: a channel, which reconnects by itself, and what is known of the server behind it."""
 
-    def __init__(self, target: str, timeouts: Timeouts, limits: Limits, identity: Identity) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeouts: Timeouts,
+        limits: Limits,
+        identity: Identity,
+        shared_memory: SharedMemory,
+    ) -> None:
         self.target = target
+        self._shared = Attachment(shared_memory, target)
         self._timeouts = timeouts
         self._limits = limits
         self._identity = identity
@@ -64,9 +80,12 @@ class Connection:
         self._description = None
 
     def lookup(self, query: Query, request_id: int, attempts: Attempts) -> Lookup:
-        """One try at one lookup, unary or as a stream of its own by the size of the reply."""
+        """One try at one lookup: through shared memory where there is some, else over gRPC, unary or as a stream of
+        its own by the size of the reply."""
         description = self.description(attempts)
         expected = expect(query, description, self._limits)
+        if (found := self._lookup_shared(expected, description, attempts)) is not None:
+            return found
         request = request_message(query, request_id, description, self._limits)
         assembler = Assembler(expected, request_id, self.target)
         timeout_s = attempts.remaining_s()
@@ -83,6 +102,37 @@ class Connection:
         except grpc.RpcError as error:
             raise from_rpc(error, self.target) from error
         raise ProtocolError("the stream ended before the reply did", target=self.target)
+
+    def _lookup_shared(
+        self, expected: Expected, description: Description, attempts: Attempts
+    ) -> Lookup | None:
+        channel = self._shared.channel(description)
+        if channel is None or not channel.carries(expected):
+            return None
+        try:
+            return channel.lookup(expected, attempts.remaining_s())
+        except UnavailableError:
+            self._shared.drop(channel)
+            raise
+        except (NoRoomError, InvalidRequestError):
+            return None  # gRPC says, of the whole request, what is wrong with one piece of it
+
+    def begin_in_place(self, query: Query, attempts: Attempts) -> tuple[SharedChannel, SharedLookup] | None:
+        """Begin a lookup in shared memory; None when it has to go over gRPC. Raises NoRoomError."""
+        description = self.description(attempts)
+        expected = expect(query, description, self._limits)
+        channel = self._shared.channel(description)
+        if channel is None or not channel.carries(expected):
+            return None
+        try:
+            return channel, channel.start(expected, attempts.remaining_s())
+        except UnavailableError:
+            self._shared.drop(channel)
+            raise
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{error}: split the request, or ask for more (SharedMemory.data_bytes)", target=self.target
+            ) from error
 
     def prefetch(
         self, query: Query, request_id: int, give_up_s: float | None, attempts: Attempts
@@ -103,15 +153,25 @@ class Connection:
 
     def close(self) -> None:
         """End calls under way and disconnect."""
+        self._shared.close()
         self._channel.close()
 
 
 class Pool:
     """The connections of one client; the one in use is left for the next when its server fails."""
 
-    def __init__(self, targets: tuple[str, ...], timeouts: Timeouts, retry: Retry, limits: Limits) -> None:
+    def __init__(
+        self,
+        targets: tuple[str, ...],
+        timeouts: Timeouts,
+        retry: Retry,
+        limits: Limits,
+        shared_memory: SharedMemory,
+    ) -> None:
         identity = Identity()
-        self._connections = [Connection(target, timeouts, limits, identity) for target in targets]
+        self._connections = [
+            Connection(target, timeouts, limits, identity, shared_memory) for target in targets
+        ]
         self._current = 0
         self._timeouts = timeouts
         self._retry = retry

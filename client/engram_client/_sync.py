@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
-from engram_client._config import Limits, Retry, Timeouts
+from engram_client._config import Limits, Retry, SharedMemory, Timeouts
 from engram_client._description import Description
+from engram_client._in_place import InPlaceLookups
 from engram_client._pool import Pool
 from engram_client._query import LookupMethods, PrefetchMethods, Query
 from engram_client._result import Lookup, Prefetched
+from engram_client._shared import SharedChannel, SharedLookup
 from engram_client._sync_stream import LookupStream
 from engram_client._targets import DEFAULT_TARGET, parse_targets
 
@@ -19,6 +21,9 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
 
     With several targets the first that answers is used until it fails, then the next in order. All must serve
     the same tables. A context manager.
+
+    A server on the same host is asked through shared memory, by itself, where it can be had; the client says once
+    when it cannot. `stream()`, `unique` and prefetches go over gRPC.
 
         with EngramClient("127.0.0.1:50051") as client:
             rows = client.lookup([0, 3, 17]).values  # uint16[3, 2, 24, 256], bf16 bit patterns
@@ -31,10 +36,15 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
         limits: Limits | None = None,
+        shared_memory: SharedMemory | Literal["auto", "off", "require"] = "auto",
     ) -> None:
         """Connects with the first call. Raises ValueError for a target that is not one."""
+        if not isinstance(shared_memory, SharedMemory):
+            shared_memory = SharedMemory(shared_memory)
         self._limits = limits or Limits()
-        self._pool = Pool(parse_targets(targets), timeouts or Timeouts(), retry or Retry(), self._limits)
+        self._pool = Pool(
+            parse_targets(targets), timeouts or Timeouts(), retry or Retry(), self._limits, shared_memory
+        )
 
     def describe(self, *, timeout: float | None = None) -> Description:
         """Ask the server what it serves, now."""
@@ -47,6 +57,10 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
         What a decode loop wants: no call is set up for each step, and steps may overlap.
         """
         return LookupStream(self._pool, self._limits)
+
+    def in_place(self) -> InPlaceLookups:
+        """Lookups that return at once, and whose rows stay in shared memory until they are released."""
+        return InPlaceLookups(self)
 
     def close(self) -> None:
         """End calls under way and disconnect."""
@@ -61,6 +75,11 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
     def _run(self, query: Query, timeout: float | None) -> Lookup:
         attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()
         return self._pool.run(lambda connection: connection.lookup(query, request_id, attempts), attempts)
+
+    def _begin_shared(self, query: Query, timeout: float | None) -> tuple[SharedChannel, SharedLookup] | None:
+        """For RowsInPlace: None when there is no shared memory for it."""
+        attempts = self._pool.attempts(timeout)
+        return self._pool.run(lambda connection: connection.begin_in_place(query, attempts), attempts)
 
     def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> Prefetched:
         attempts, request_id = self._pool.attempts(timeout), self._pool.next_id()

@@ -20,6 +20,12 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def is_local(target: str) -> bool:
+    """Whether a target is on this host for certain: a UNIX socket or a loopback address."""
+    host = target.rpartition(":")[0]
+    return target.startswith("unix:") or host in ("localhost", "[::1]") or host.startswith("127.")
+
+
 def _parse(target: str) -> str:
     if target.startswith("unix:"):
         path = target.removeprefix("unix:")

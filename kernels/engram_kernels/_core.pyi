@@ -313,6 +313,121 @@ class Engine:
     def close(self) -> None:
         """Wait for reads in flight and stop the threads."""
 
+# --------------------------------------------------------------------------------- shared memory
+
+class ShmLostError(Exception):
+    """The server has ended, or ended this client."""
+
+class ShmRefusedError(Exception):
+    """The server does not let this client in, and says why."""
+
+class ShmServer:
+    """Serves the shared-memory channel (docs/shared-memory.md) from native threads. Not usable after fork."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        reader: Reader,
+        hash: NgramHash | None,
+        layers: Sequence[int],
+        tables: Sequence[tuple[int, int, RowKind, bytes]],
+        columns: int,
+        group_rows: int,
+        token_map_digest: bytes,
+        hash_digest: bytes,
+        sealed: bool,
+        server_id: bytes,
+        listener: int,
+        group: int | None,
+        request_rows: int,
+        pending_rows: int,
+        decode_rows: int,
+        block_bytes: int,
+        budget_wait_s: float,
+        clients: int,
+        client_bytes: int,
+        total_bytes: int,
+        spin_us: int,
+    ) -> None:
+        """layers: of the hash's planes, in order. tables: (layer, rows, kind, digest of 32 bytes), ascending. Digests
+        of token map and hash are empty without a hash. sealed: rows carry checksums, so files that were written to
+        need no look. listener: descriptor of a listening SOCK_SEQPACKET socket, which is taken over. group: id of a
+        group that may attach, besides root and the process' own user."""
+    def drain(self) -> None:
+        """Refuse new clients and new requests."""
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+    def close(self) -> None:
+        """Give up what is under way and end all threads; before the engine is closed."""
+    def counts(self) -> dict[str, int]:
+        """clients and bytes (of their memory files) now; requests since start, and failed, those without rows."""
+    @property
+    def damage(self) -> str:
+        """The first row found truncated or with a wrong checksum, in words; "" = none."""
+    def take_notes(self) -> list[str]:
+        """Clients that were not let in or were shown out since the last call, and why."""
+
+class ShmTicket:
+    """A request, and the memory of its answer. For one thread at a time; dropped, it is released once no array of it
+    is left."""
+
+    def wait(self, timeout_s: float | None = None, spin_us: int = 0) -> bool:
+        """False on time-out. Ctrl-C is honoured. Raises ShmLostError."""
+    @property
+    def answer(self) -> tuple[int, str, int, int, tuple[int, ...]]:
+        """Status as gRPC numbers it, sentence, bytes of the rows, bytes of one, Batch.stats. After wait()."""
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """uint8[payload_bytes], in shared memory."""
+    @property
+    def mask(self) -> NDArray[np.uint8]:
+        """uint8[mask_bytes], in shared memory."""
+    def release(self) -> None:
+        """Give the memory back at once: arrays of it are not to be used any more."""
+
+class ShmClient:
+    """Attached to one server. Safe to share between threads; not usable after fork."""
+
+    def __init__(self, path: str, data_bytes: int, timeout_s: float) -> None:
+        """Raises OSError when nobody serves there, ShmRefusedError, RuntimeError for a server that makes no sense."""
+    @property
+    def server_id(self) -> bytes: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The whole data area, uint8[bytes]."""
+    def submit(
+        self,
+        *,
+        kind: int,
+        keys: list[NDArray[Any] | bytes],
+        positions: int,
+        sequences: int = 0,
+        history: int = 0,
+        layers: int = 0,
+        pins: int = 0,
+        column_begin: int = 0,
+        column_end: int = 0,
+        format: Format,
+        lane: int = 0,
+        id_bytes: int = 0,
+        timeout_ns: int = 0,
+        payload_bytes: int,
+        mask_bytes: int = 0,
+        wait_s: float | None = None,
+    ) -> ShmTicket | None:
+        """Send a request as docs/shared-memory.md lays it out; keys are its parts, contiguous, one behind the other.
+        None when wait_s passed without a free slot and room. Raises ValueError for what the data area cannot hold,
+        ShmLostError."""
+    def close(self) -> None:
+        """Take no more requests. Answers in use stay until they are released."""
+
+SHM_VERSION: int
+SHM_SLOTS: int
+
 def unique_ids(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Distinct ids of a flat array in order of first appearance, and the inverse; -1 is left out and
     its inverse is -1."""

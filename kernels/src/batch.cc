@@ -263,6 +263,7 @@ void Batch::finish() {
     done_.store(true, std::memory_order_release);
     wake_.notify_all();
   }
+  if (on_done_) on_done_();
   const std::lock_guard lock(shared_->mutex);
   if (notify_) {
     shared_->completions.push_back(tag_);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -198,6 +199,7 @@ class Batch final : public ReadSource {
   std::shared_ptr<EngineShared> shared_;
   std::uint64_t tag_ = 0;
   bool notify_ = false;
+  std::function<void()> on_done_;
   Lane lane_ = Lane::decode;
   Wanted wanted_;
   std::size_t positions_ = 0;

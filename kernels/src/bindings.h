@@ -8,6 +8,7 @@ void bind_dequant(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_hash(nanobind::module_& m);
 void bind_reader(nanobind::module_& m);
+void bind_shm(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
 }  // namespace engram

@@ -107,6 +107,7 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
   const std::shared_ptr<Batch> batch(
       new Batch(shared_, next_tag_.fetch_add(1, std::memory_order_relaxed)));
   batch->notify_ = order.notify;
+  batch->on_done_ = order.on_done;
   batch->lane_ = order.lane;
   batch->positions_ = order.positions;
   batch->columns_ = order.columns;

@@ -35,6 +35,7 @@ struct Order {
   Lane lane = Lane::decode;
   std::optional<double> deadline_s{};  // from now; reads that have not begun by then are given up
   bool notify = false;                 // reports the tag through event_fd()
+  std::function<void()> on_done{};     // called when it is done, on any thread; must not throw
 };
 
 // How far a load into memory has come.
@@ -71,6 +72,7 @@ class Engine {
 
   int event_fd() const { return shared_->event_fd; }
   std::vector<std::uint64_t> take_completions();
+  std::uint64_t budget_bytes() const { return shared_->budget_bytes; }
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
   RowCache* cache() const { return shared_->cache.get(); }  // null: none
   const Tables& tables() const { return shared_->tables; }

@@ -11,4 +11,5 @@ NB_MODULE(_core, m) {
   engram::bind_store(m);
   engram::bind_unique(m);
   engram::bind_engine(m);
+  engram::bind_shm(m);
 }

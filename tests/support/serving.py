@@ -15,6 +15,7 @@ from typing import Any
 from engram_server.limits import Limits
 from engram_server.memory import MemoryOptions
 from engram_server.server import ServeOptions
+from engram_server.shared_memory import SharedMemoryOptions
 
 _CHILD = """
 import logging, pickle, sys
@@ -87,6 +88,7 @@ def serving(
     limits: dict[str, Any] | None = None,
     device: str = "cpu",
     cache_bytes: int = 64 << 20,
+    shared_memory: SharedMemoryOptions | None = None,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -95,6 +97,7 @@ def serving(
         listen=listen,
         uds=uds,
         limits=Limits(**(limits or {})),
+        shared_memory=shared_memory or SharedMemoryOptions(),
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         grace_s=5.0,

@@ -54,7 +54,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason", "cache")
+    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason", "cache", "shared_memory")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class DescribeReply(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     SCALES_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     server_id: str
@@ -77,7 +78,8 @@ class DescribeReply(_message.Message):
     backend: BackendInfo
     scales_reason: str
     cache: CacheInfo
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ...) -> None: ...
+    shared_memory: SharedMemoryInfo
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemoryInfo, _Mapping]] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("model_type", "layers", "max_ngram_size", "heads", "columns", "head_dim", "engram_vocab_size", "token_vocab_size", "compressed_vocab_size", "pad_token_id", "image_token_id")
@@ -178,6 +180,20 @@ class CacheInfo(_message.Message):
     joined: int
     evictions: int
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., joined: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+
+class SharedMemoryInfo(_message.Message):
+    __slots__ = ("socket", "version", "slots", "clients", "client_bytes_max")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    version: int
+    slots: int
+    clients: int
+    client_bytes_max: int
+    def __init__(self, socket: _Optional[str] = ..., version: _Optional[int] = ..., slots: _Optional[int] = ..., clients: _Optional[int] = ..., client_bytes_max: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins", "protocol_version", "lane", "timeout_ms")

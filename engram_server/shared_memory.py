@@ -1,0 +1,209 @@
+"""The shared-memory channel as the server process holds it: where its socket is, who may come, what it may take.
+
+The channel itself is native (`_core.ShmServer`, docs/shared-memory.md): no request of it passes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import logging
+import os
+import socket
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
+from engram_server.limits import Limits
+from engram_server.lookup import group_rows
+from engram_server.memory import Memory
+from engram_server.sockets import ServeError, make_way
+
+log = logging.getLogger("engram_server")
+
+_CLIENT_SHARE = 4
+"""One client may have one part in so many of all bytes."""
+_IDLE_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class SharedMemoryOptions:
+    """What clients on this host may have. Every limit has its default here."""
+
+    socket: Path | Literal["auto"] | None = "auto"
+    """auto: beside the gRPC UNIX socket, else in $XDG_RUNTIME_DIR or the folder for temporary files. None: none."""
+    clients: int = 64
+    """Attached at once; each has a thread of the server."""
+    total_bytes: int = 1 << 30
+    """Memory of all clients together, of which one may have a quarter. Taken when a client attaches."""
+    spin_us: int = 0
+    """How long a service thread looks for the next request before it sleeps: latency for CPU time."""
+    group: str | None = None
+    """Besides this process' own user and root, members of this group may attach: its name or number."""
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.total_bytes < 8 << 20 or self.spin_us < 0:
+            raise ValueError(
+                f"shared memory for {self.clients} clients in {self.total_bytes} bytes, spinning {self.spin_us} us: at "
+                "least one client, 8 MiB, and no negative time are needed"
+            )
+
+
+class SharedMemoryChannel:
+    """A socket that is being listened at, and the native server behind it."""
+
+    def __init__(
+        self, memory: Memory, limits: Limits, options: SharedMemoryOptions, path: Path, server_id: str
+    ) -> None:
+        """Listens at once. Raises ServeError."""
+        self.path = path
+        self._options = options
+        group = None if options.group is None else _group_id(options.group)
+        listener = _listen(path, group)
+        try:
+            self._native = _native_server(memory, limits, options, listener, group, server_id)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def info(self) -> pb.SharedMemoryInfo:
+        """For Describe."""
+        return pb.SharedMemoryInfo(
+            socket=str(self.path.absolute()),
+            version=_core.SHM_VERSION,
+            slots=_core.SHM_SLOTS,
+            clients=self._options.clients,
+            client_bytes_max=self._options.total_bytes // _CLIENT_SHARE,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """clients and bytes now; requests, and those of them that failed, since the start."""
+        return self._native.counts()
+
+    def look(self) -> str:
+        """Log what happened since the last look; returns the first sign of a damaged table file, "" = none."""
+        for note in self._native.take_notes():
+            log.warning("shared memory: %s", note)
+        return self._native.damage
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, and wait until those under way are answered, `grace_s` at most."""
+        self._native.drain()
+        give_up = time.monotonic() + grace_s
+        while not self._native.idle and time.monotonic() < give_up:
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    def close(self) -> None:
+        """End every client's session; what is under way is given up."""
+        self.path.unlink(missing_ok=True)
+        self._native.close()
+
+
+def open_channel(
+    memory: Memory,
+    limits: Limits,
+    options: SharedMemoryOptions,
+    *,
+    uds: Path | None,
+    port: int | None,
+    server_id: str,
+) -> SharedMemoryChannel | None:
+    """The channel that the options ask for, None without one.
+
+    uds, port: where gRPC listens, which names a socket that has no name. Raises ServeError for a path that was
+    asked for and cannot be had; where none was, the server goes without, and says so.
+    """
+    if options.socket is None:
+        return None
+    if options.socket != "auto":
+        return SharedMemoryChannel(memory, limits, options, options.socket, server_id)
+    try:
+        path = _own_path(uds, port)
+        return SharedMemoryChannel(memory, limits, options, path, server_id)
+    except (ServeError, OSError) as error:
+        log.warning("no shared memory: %s; give a path with --shm PATH, or --shm off", error)
+        return None
+
+
+def _own_path(uds: Path | None, port: int | None) -> Path:
+    """A path that a server of the same addresses finds again, so that it clears up what a dead one left."""
+    if uds is not None:
+        return uds.with_name(uds.name + ".shm")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime) if runtime and Path(runtime).is_dir() else _private_folder()
+    return folder / f"engram-server-{port}.shm"
+
+
+def _private_folder() -> Path:
+    """A folder that nobody else can put sockets into."""
+    folder = Path(tempfile.gettempdir()) / f"engram-server-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ServeError(f"{folder} is not a folder of this user alone")
+    return folder
+
+
+def _group_id(group: str) -> int:
+    if group.isdigit():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ServeError(f"there is no group {group!r} to let in: give its name or number") from None
+
+
+def _listen(path: Path, group: int | None) -> socket.socket:
+    make_way(path, socket.SOCK_SEQPACKET)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        if group is not None:
+            os.chown(path, -1, group)
+        # Before it listens, nobody can connect. Who may is checked once more by the peer's credentials.
+        path.chmod(0o600 if group is None else 0o660)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise ServeError(f"cannot listen on the UNIX socket {path}: {error.strerror}") from error
+    return listener
+
+
+def _native_server(
+    memory: Memory,
+    limits: Limits,
+    options: SharedMemoryOptions,
+    listener: socket.socket,
+    group: int | None,
+    server_id: str,
+) -> _core.ShmServer:
+    token_map = memory.token_map
+    return _core.ShmServer(
+        engine=memory.engine,
+        reader=memory.reader,
+        hash=memory.hash,
+        layers=list(memory.spec.layers),
+        tables=[(table.layer, table.rows, table.kind, table.digest) for table in memory.tables.values()],
+        columns=memory.spec.columns,
+        group_rows=group_rows(memory),
+        token_map_digest=token_map.sha256 if token_map else b"",
+        hash_digest=memory.hash_digest,
+        sealed=memory.all_packed,
+        server_id=bytes.fromhex(server_id),
+        listener=listener.detach(),
+        group=group,
+        request_rows=limits.request_rows,
+        pending_rows=limits.pending_rows,
+        decode_rows=limits.decode_rows,
+        block_bytes=limits.block_bytes,
+        budget_wait_s=limits.budget_wait_s,
+        clients=options.clients,
+        client_bytes=options.total_bytes // _CLIENT_SHARE,
+        total_bytes=options.total_bytes,
+        spin_us=options.spin_us,
+    )

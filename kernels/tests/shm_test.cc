@@ -1,0 +1,272 @@
+// Clients that keep the rules: every row is the table's, every failure has its reason, and nothing
+// is left behind.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shm_world.h"
+
+namespace engram::test {
+namespace {
+
+constexpr std::chrono::nanoseconds kNoSpin{0};
+
+// Tokens of one sequence with look-back, of all FP4 layers.
+struct TokensAsked {
+  std::vector<std::int32_t> tokens, history;
+  std::vector<std::uint32_t> layers{1, 3};
+  std::array<std::uint32_t, 2> lengths{};
+
+  shm::Call call() {
+    lengths = {static_cast<std::uint32_t>(tokens.size()),
+               static_cast<std::uint32_t>(history.size())};
+    return {.entry = {.kind = shm::Kind::tokens,
+                      .positions = lengths[0],
+                      .sequences = 1,
+                      .history = lengths[1],
+                      .layers = static_cast<std::uint16_t>(layers.size())},
+            .keys = {std::as_bytes(std::span(tokens)), std::as_bytes(std::span(history)),
+                     std::as_bytes(std::span(lengths)), std::as_bytes(std::span(layers))},
+            .payload_bytes = tokens.size() * layers.size() * kColumns * 136,
+            .mask_bytes = tokens.size()};
+  }
+  std::vector<std::byte> expected() const {
+    std::vector<std::int64_t> ids(tokens.size() * 4 * kColumns);
+    const auto mask = std::make_unique<bool[]>(tokens.size());
+    const std::array<std::int64_t, 1> n{static_cast<std::int64_t>(tokens.size())};
+    const std::array<std::int64_t, 1> h{static_cast<std::int64_t>(history.size())};
+    small_hash()->rows(tokens, n, history, h, ids.data(), mask.get());
+    std::vector<std::byte> bytes;
+    for (std::size_t position = 0; position < tokens.size(); ++position) {
+      for (const std::uint32_t layer : layers) {
+        for (std::size_t column = 0; column < kColumns; ++column) {
+          const std::int64_t id = ids[(position * 4 + layer - 1) * kColumns + column];
+          const auto row = formula_row(layer, static_cast<std::uint64_t>(id), RowKind::fp4);
+          bytes.insert(bytes.end(), row.begin(), row.end());
+        }
+      }
+    }
+    return bytes;
+  }
+};
+
+TEST_CASE("rows, tokens and their mask are exact, whatever the cache holds") {
+  const ShmWorld world(false);
+  const auto client = world.attach();
+  Random random(1);
+  for (int round = 0; round < 30; ++round) {
+    const std::int64_t layer = draw<std::int64_t>(random, 1, 4);
+    CHECK(complaint(*client, draw_rows(random, layer, draw<std::size_t>(random, 0, 40))) == "");
+  }
+  TokensAsked asked{.tokens = {5, 9, 17, 5, 5, 99}, .history = {3, -1, 4}};
+  for (int round = 0; round < 2; ++round) {
+    const auto ticket = client->submit(asked.call(), soon());
+    REQUIRE(ticket->wait(soon(), kNoSpin));
+    REQUIRE(ticket->status() == shm::Status::ok);
+    CHECK(same(ticket->rows(), asked.expected()));
+    CHECK(ticket->mask()[1] == std::byte{1});
+    CHECK(ticket->mask()[2] == std::byte{0});
+    CHECK(ticket->answer().stats[0] == 6 * 2 * kColumns);
+  }
+}
+
+TEST_CASE("an answer of many blocks comes whole, and a small one is not kept behind it") {
+  shm::Limits limits;
+  limits.block_bytes = 8 * 136;
+  const ShmWorld world(false, limits);
+  const auto client = world.attach(8 << 20);
+  Random random(2);
+  const RowsAsked large = draw_rows(random, kTwoCopies, 20'000);
+  shm::Call call = large.call();
+  call.entry.lane = 1 + static_cast<std::uint8_t>(Lane::prefill);
+  const auto bulk = client->submit(call, soon());
+  for (int round = 0; round < 20; ++round) {
+    CHECK(complaint(*client, draw_rows(random, kPacked, 3)) == "");
+  }
+  REQUIRE(bulk->wait(soon(), kNoSpin));
+  CHECK(bulk->status() == shm::Status::ok);
+  CHECK(same(bulk->rows(), large.expected()));
+}
+
+TEST_CASE("a row that cannot be read fails its request by name, and no other") {
+  const ShmWorld world(true);
+  const auto client = world.attach();
+  const std::string broken = complaint(*client, {.layer = kPacked, .ids = {1, 1003}});
+  CHECK(broken.find("layer 3, row 1003 could not be read") == 0);
+  CHECK(world.server->damage() == broken);
+  CHECK(complaint(*client, {.layer = kPacked, .ids = {1, 1004}}) == "");
+}
+
+TEST_CASE("what makes no sense is refused with a sentence, and does no harm") {
+  const ShmWorld world(false);
+  const auto client = world.attach();
+  const auto refusal = [&](const RowsAsked& asked, auto change) {
+    shm::Call call = asked.call();
+    change(call);
+    const auto ticket = client->submit(call, soon());
+    REQUIRE(ticket->wait(soon(), kNoSpin));
+    CHECK(ticket->status() != shm::Status::ok);
+    return ticket->message();
+  };
+  const RowsAsked good{.layer = 1, .ids = {1, 2, 3}};
+  const auto says = [&](const std::string& text, const std::string& part) {
+    CHECK_MESSAGE(text.find(part) != std::string::npos, text);
+  };
+  says(refusal({.layer = 7, .ids = {1}}, [](shm::Call&) {}),
+       "layer 7 has no table here; the layers served are 1, 2, 3, 4");
+  says(refusal({.layer = 1, .ids = {0, 3001}}, [](shm::Call&) {}),
+       "layer 1, position 1: row id 3001 is outside -1 to 3000");
+  says(refusal(good, [](shm::Call& call) { call.entry.positions = 4; }), "the keys are said to");
+  says(refusal(good, [](shm::Call& call) { --call.payload_bytes; }), "but room for 407 was given");
+  says(refusal(good, [](shm::Call& call) { call.entry.format = 9; }), "format 9 is not one of");
+  says(refusal(good, [](shm::Call& call) { call.entry.lane = 4; }), "lane 4 is not one of");
+  says(refusal(good, [](shm::Call& call) { call.entry.kind = shm::Kind{9}; }), "kind is 9");
+  says(refusal(good, [](shm::Call& call) { call.entry.column_end = 3; }), "`columns` goes with");
+  says(refusal(good, [](shm::Call& call) { call.entry.zero[50] = 1; }), "must be zero");
+  const shm::Pin pin{.of = 1, .digest = digest_of(9)};
+  const auto pinned = [&](shm::Call& call) {
+    call.entry.pins = 1;
+    call.keys.push_back(std::as_bytes(std::span(&pin, 1)));
+  };
+  says(refusal(good, pinned), "the table of layer 1 has digest 0101");
+  CHECK(complaint(*client, good) == "");
+}
+
+TEST_CASE("a request without an answer in its time says so; one that is given up leaves no trace") {
+  const ShmWorld world(false);
+  const auto client = world.attach(8 << 20);
+  Random random(3);
+  const RowsAsked asked = draw_rows(random, kTwoCopies, 20'000);
+  shm::Call call = asked.call();
+  call.entry.timeout_ns = 1;
+  const auto late = client->submit(call, soon());
+  REQUIRE(late->wait(soon(), kNoSpin));
+  CHECK(late->status() == shm::Status::deadline_exceeded);
+  late->release();
+  for (int round = 0; round < 200; ++round) {
+    // Two of these fit: the third has to wait for the first one's end.
+    const auto dropped = client->submit(asked.call(), soon());
+    REQUIRE(dropped != nullptr);
+  }
+  CHECK(complaint(*client, asked) == "");
+  CHECK(until([&] { return world.engine->in_flight_bytes() == 0; }));
+}
+
+TEST_CASE("threads share a client, and clients a server") {
+  const ShmWorld world(true, {}, 2 << 20);
+  std::atomic<int> wrong{0};
+  const std::array clients{world.attach(), world.attach()};
+  in_parallel(4, [&](unsigned thread) {
+    Random random(10 + thread);
+    for (int round = 0; round < 100; ++round) {
+      const std::int64_t layer = draw<std::int64_t>(random, 1, 2);
+      wrong += complaint(*clients[thread % 2], draw_rows(random, layer, 50)) != "";
+    }
+  });
+  CHECK(wrong.load() == 0);
+  CHECK(world.server->counts().clients == 2);
+  CHECK(world.server->counts().requests == 400);
+}
+
+TEST_CASE("a full server refuses, and a client that leaves makes room") {
+  shm::Limits limits;
+  limits.clients = 2;
+  limits.bytes = 4 << 20;
+  const ShmWorld world(false, limits);
+  const auto refusal = [&](std::uint64_t bytes) -> std::string {
+    try {
+      world.attach(bytes);
+    } catch (const shm::NotWelcome& error) {
+      CHECK(error.status == shm::Status::resource_exhausted);
+      return error.what();
+    }
+    return "";
+  };
+  auto first = world.attach();
+  CHECK(refusal(4 << 20).find("--shm-bytes") != std::string::npos);
+  const auto second = world.attach();
+  CHECK(refusal(1 << 20).find("all that --shm-clients allows") != std::string::npos);
+  first.reset();
+  CHECK(until([&] { return world.server->counts().clients == 1; }));
+  const auto third = world.attach();
+  CHECK(complaint(*third, {.layer = 1, .ids = {7}}) == "");
+  CHECK(world.server->take_notes().size() == 2);
+}
+
+TEST_CASE("attached and detached a hundred times, nothing is left") {
+  const ShmWorld world(false);
+  for (int round = 0; round < 100; ++round) {
+    const auto client = world.attach();
+    CHECK(complaint(*client, {.layer = 1, .ids = {round, 5}}) == "");
+  }
+  CHECK(until([&] { return world.server->counts().clients == 0; }));
+  CHECK(world.server->counts().bytes == 0);
+}
+
+TEST_CASE("a server that ends answers or says so, and rows that were answered stay") {
+  ShmWorld world(false);
+  const auto client = world.attach(8 << 20);
+  Random random(4);
+  const RowsAsked kept = draw_rows(random, kInterleaved, 100);
+  const auto ticket = client->submit(kept.call(), soon());
+  REQUIRE(ticket->wait(soon(), kNoSpin));
+  std::atomic<int> wrong{0};
+  std::atomic<int> lost{0};
+  std::thread ender([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    world.server->drain();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    world.server->close();
+  });
+  in_parallel(3, [&](unsigned thread) {
+    Random own(20 + thread);
+    while (true) {
+      try {
+        const std::string text = complaint(*client, draw_rows(own, 1, 500));
+        if (text == "the server is shutting down")
+          ++lost;
+        else
+          wrong += text != "";
+      } catch (const shm::Lost&) {
+        ++lost;
+        return;
+      }
+    }
+  });
+  ender.join();
+  CHECK(wrong.load() == 0);
+  CHECK(lost.load() >= 3);
+  CHECK(same(ticket->rows(), kept.expected()));
+  CHECK_FALSE(client->alive());
+}
+
+TEST_CASE("parts of a data area are taken and joined again") {
+  shm::Extents extents(1 << 20);
+  Random random(5);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> taken;
+  for (int round = 0; round < 2000; ++round) {
+    const auto bytes = draw<std::uint64_t>(random, 1, 100'000);
+    if (const auto offset = extents.take(bytes)) {
+      CHECK(*offset % 4096 == 0);
+      for (const auto& [other, size] : taken) {
+        CHECK((*offset + bytes <= other || other + size <= *offset));
+      }
+      taken.emplace_back(*offset, bytes);
+    } else {
+      REQUIRE_FALSE(taken.empty());
+      const auto at = draw<std::size_t>(random, 0, taken.size() - 1);
+      extents.give(taken[at].first, taken[at].second);
+      taken.erase(taken.begin() + static_cast<std::ptrdiff_t>(at));
+    }
+  }
+  for (const auto& [offset, bytes] : taken) extents.give(offset, bytes);
+  CHECK(extents.take(1 << 20) == 0);
+}
+
+}  // namespace
+}  // namespace engram::test
