@@ -31,6 +31,11 @@ test-asan: setup ## native tests under AddressSanitizer and UBSan
 test-tsan: setup ## native tests under ThreadSanitizer
 	@scripts/test_native.sh thread
 
+.PHONY: test-gpu
+test-gpu: setup ## tests and bandwidth of the GPU's kernels; needs a GPU
+	@ENGRAM_TEST_GPU=1 $(PYTHON_VENV) -m pytest tests/gpu $(PYTEST_ARGS)
+	@$(PYTHON_VENV) -m bench.gpu
+
 .PHONY: bench
 bench: setup ## measure beside fio, torch and others; bench/results/latest.json
 	@$(PYTHON_VENV) -m bench $(BENCH)

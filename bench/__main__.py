@@ -19,6 +19,8 @@ from bench.scale import Scale
 from engram_server import __version__
 
 RESULTS = Path(__file__).parent / "results" / "latest.json"
+NEEDS_GPU = ("gpu",)
+"""Run by name only."""
 BENCHMARKS = ("hash", "dequant", "cold", "rivals", "warm", "text", "lanes", "rss", "convert")
 
 
@@ -26,12 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run them one after another: each wants the machine to itself. 0 when every one gave its figures."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}"
+        "names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}; gpu"
     )
     names = parser.parse_args(arguments).names
-    unknown = sorted(set(names) - set(BENCHMARKS))
+    unknown = sorted(set(names) - {*BENCHMARKS, *NEEDS_GPU})
     if unknown:
-        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+        parser.error(
+            f"there is no benchmark {unknown[0]!r}; there are {', '.join((*BENCHMARKS, *NEEDS_GPU))}"
+        )
     scale = Scale.from_environment()
     results: list[Result] = []
     failures: dict[str, str] = {}

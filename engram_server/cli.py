@@ -134,6 +134,7 @@ def _serve(options: argparse.Namespace) -> int:
             uds=options.uds,
             memory=_memory_options(options),
             grace_s=options.grace_s,
+            device=options.device,
         )
     )
 
@@ -324,6 +325,13 @@ def _add_serve(command: Callable[..., Any]) -> None:
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
         "--grace-s", type=float, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+    )
+    sub.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="what makes bf16 of packed rows: cpu (default), or cuda, cuda:N to spare the CPU for a GPU and its memory "
+        "(needs torch); nothing falls back",
     )
     sub.add_argument(
         "--hot-set",

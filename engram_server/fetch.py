@@ -15,6 +15,7 @@ from functools import partial
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server import lookup, prefetch, wire
+from engram_server.device import DeviceConverter
 from engram_server.limits import Limits
 from engram_server.lookup import Block, InvalidRequestError, Plan, Request
 from engram_server.memory import Memory
@@ -39,9 +40,17 @@ class Admission:
 class Fetcher:
     """Fetches rows for the service, within its limits. Belongs to the event loop it was made on."""
 
-    def __init__(self, memory: Memory, limits: Limits, on_damage: Callable[[str], None]) -> None:
-        """on_damage is told, in words, that a table's file ends before its rows do, or holds other bytes."""
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        on_damage: Callable[[str], None],
+        converter: DeviceConverter | None = None,
+    ) -> None:
+        """on_damage is told, in words, that a table's file ends before its rows do, or holds other bytes.
+        converter makes bf16 of packed rows; None = the native core does."""
         self._memory = memory
+        self._converter = converter
         self._limits = limits
         self._on_damage = on_damage
         self._completions = Completions(memory.engine)
@@ -121,14 +130,23 @@ class Fetcher:
         """Payload of some items of a block whose reads have ended. Raises RowError if one failed,
         DeadlinePassedError if it was given up."""
         try:
-            gather = partial(block.payload, batch, first, count, format)
-            small = count * block.item_bytes <= _SMALL_BYTES
+            gather = partial(self._payload, batch, block, first, count, format)
+            # A device is waited for, however few the rows.
+            small = count * block.item_bytes <= _SMALL_BYTES and self._converter is None
             return gather() if small else await asyncio.to_thread(gather)
         except _core.RowError as error:
             if error.error in (_core.ERROR_TRUNCATED, _core.ERROR_CHECKSUM):
                 self._on_damage(str(error))
             terms.explain(error)
             raise
+
+    def _payload(
+        self, batch: _core.Batch, block: Block, first: int, count: int, format: _core.Format
+    ) -> bytes:
+        kinds = {self._memory.tables[layer].kind for layer, _ in block.keys}
+        if self._converter is None or format is not _core.Format.BF16 or len(kinds) > 1:
+            return block.payload(batch, first, count, format)
+        return self._converter.payload(batch, block, kinds.pop(), first, count)
 
     def close(self) -> None:
         """Stop watching the engine; no call may be under way."""

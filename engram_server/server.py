@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
+from engram_server.device import DeviceConverter, check_name, open_converter
 from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
@@ -52,6 +53,8 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
     grace_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
+    device: str = "cpu"
+    """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -63,20 +66,24 @@ class ServeError(Exception):
 def serve(options: ServeOptions) -> int:
     """Serve until SIGTERM or SIGINT; returns 0 after a clean drain.
 
-    Prints one line to stdout when ready. Raises ServeError, and what Memory.open raises.
+    Prints one line to stdout when ready. Raises ServeError, DeviceError, and what Memory.open raises.
     """
+    check_name(options.device)
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with Memory.open(options.path, options.memory) as memory, ExitStack() as closing:
+        converter = open_converter(options.device, {table.kind for table in memory.tables.values()})
         keeper = None
         if options.memory.hot_set is not None:
             keeper = HotSetKeeper(memory, options.memory.hot_set)
             closing.callback(keeper.close)
-        asyncio.run(_serve(options, memory, keeper))
+        asyncio.run(_serve(options, memory, keeper, converter))
     log.info("stopped")
     return 0
 
 
-async def _serve(options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None) -> None:
+async def _serve(
+    options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None, converter: DeviceConverter | None
+) -> None:
     stop = _stop_signals()
     with ExitStack() as closing:
         server = grpc.aio.server(
@@ -88,7 +95,7 @@ async def _serve(options: ServeOptions, memory: Memory, keeper: HotSetKeeper | N
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         unhealthy = _Unhealthy(status)
-        service = EngramService(memory, options.limits, on_damage=unhealthy.report)
+        service = EngramService(memory, options.limits, unhealthy.report, converter)
         closing.callback(service.close)
         service.register(server)
 
@@ -273,4 +280,5 @@ def _ready_line(options: ServeOptions, memory: Memory, addresses: list[str]) -> 
         f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
         f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
         + ("tables load into memory" if memory.options.resident else kept)
+        + (f"; bf16 on {options.device}" if options.device != "cpu" else "")
     )

@@ -17,6 +17,7 @@ import grpc.aio
 
 from engram_client._proto import engram_pb2 as pb
 from engram_server import lookup, wire
+from engram_server.device import DeviceConverter
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
@@ -34,11 +35,17 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class EngramService:
     """Answers lookups from one `Memory`. Make it on the event loop that serves; `register` it with a server."""
 
-    def __init__(self, memory: Memory, limits: Limits, on_damage: Callable[[str], None]) -> None:
-        """on_damage is told, in words, that a table's file ends before its rows do, or holds other bytes."""
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        on_damage: Callable[[str], None],
+        converter: DeviceConverter | None = None,
+    ) -> None:
+        """As Fetcher."""
         self._memory = memory
         self._limits = limits
-        self._fetcher = Fetcher(memory, limits, on_damage)
+        self._fetcher = Fetcher(memory, limits, on_damage, converter)
         self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
         self._server_id = secrets.token_hex(16)
         self._streams: WeakSet[ReplyStream] = WeakSet()

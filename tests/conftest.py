@@ -1,11 +1,16 @@
 """Checkpoints that many tests read; none may write to them."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from engram_server.tables.synth import synthesise
+
+if "ENGRAM_TEST_GPU" not in os.environ:  # set by `make test-gpu`
+    # Read when Triton is imported: its kernels are interpreted on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("engram", deadline=None)  # a busy machine is no failure
 settings.load_profile("engram")

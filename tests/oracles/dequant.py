@@ -48,6 +48,11 @@ def bit_table(kind: str, fmt: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
     return _bf16_bits(products) if fmt == "bf16" else _fp32_bits(products)
 
 
+def bf16_of_codes(kind: str, scale: float) -> NDArray[np.uint16]:
+    """[code]: bits of code * scale in bf16, for a scale that no byte stands for by our rule."""
+    return _bf16_bits(_code_values(kind) * scale)
+
+
 def _scale_values() -> NDArray[np.float64]:
     return np.array([0.0] + [2.0 ** (byte - 127) for byte in range(1, 255)] + [np.inf])
 

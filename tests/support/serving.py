@@ -85,6 +85,7 @@ def serving(
     listen: str | None = "127.0.0.1:0",
     uds: Path | None = None,
     limits: dict[str, Any] | None = None,
+    device: str = "cpu",
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -94,6 +95,7 @@ def serving(
         uds=uds,
         limits=Limits(**(limits or {})),
         memory=MemoryOptions(**memory),
+        device=device,
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")
