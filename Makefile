@@ -22,7 +22,7 @@ demo: setup ## small tables, a server, real text, every row checked
 test: lint ## lint, then all tests
 	@scripts/test_native.sh
 	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
-	@$(MAKE) --no-print-directory test-engines
+	@[[ -n "$(PYTEST_ARGS)" ]] || $(MAKE) --no-print-directory test-engines
 
 .PHONY: test-asan
 test-asan: setup ## native tests under AddressSanitizer and UBSan

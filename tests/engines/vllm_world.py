@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,11 +70,14 @@ WORLD = World()
 class _Tokenizer:
     """As much of a fast tokenizer of transformers as a token map needs."""
 
-    def __init__(self, path: Path) -> None:
-        self.backend_tokenizer = Tokenizer.from_file(str(path))
+    def __init__(self, content: bytes) -> None:
+        self.backend_tokenizer = Tokenizer.from_buffer(content)
 
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+_tokenizer = lru_cache(_Tokenizer)
 
 
 class _Linear(nn.Module):
@@ -84,6 +88,17 @@ class _Linear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows
+
+
+class _Interpreted:
+    """A kernel whose Python booleans become numbers: Triton's interpreter cannot pass them as arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        launch = self._kernel[grid]
+        return lambda *args, SORTED, **kwargs: launch(*args, SORTED=int(SORTED), **kwargs)  # noqa: N803
 
 
 class Scheduler:
@@ -163,11 +178,15 @@ def _stub() -> None:
         "vllm.v1.worker.gpu.mm.rope.get_rope_state": lambda *_, **__: None,
         "vllm.v1.worker.gpu.model_states.mm_pruning.maybe_create_mm_pruner": lambda *_, **__: None,
         "transformers.AutoTokenizer": SimpleNamespace(
-            from_pretrained=lambda path, **_: _Tokenizer(Path(path))
+            from_pretrained=lambda path, **_: _tokenizer(Path(path).read_bytes())
         ),
     }.items():
         WHEEL.set(path, value)
     _Model.__name__ = ARCHITECTURE
+    engram = WHEEL.load(ENGRAM)
+    engram._engram_lookup_kernel = _Interpreted(engram._engram_lookup_kernel)
+    # Seconds, and the same map for every model made here.
+    engram.build_compressed_token_map = lru_cache(engram.build_compressed_token_map)
     # For ParallelEngramEmbedding, which sizes its grid by the GPU.
     torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)  # type: ignore[assignment]
@@ -182,12 +201,8 @@ _stub()
 def vllm_config(checkpoint: Path, **changes: Any) -> SimpleNamespace:
     """A VllmConfig of a checkpoint. changes: dp, pcp, v2, mode (of CUDA graphs), offload, across_dp."""
     config = json.loads((checkpoint / "config.json").read_text())
-    hf = SimpleNamespace(
-        **config["text_config"],
-        hc_mult=4,
-        **{"rms_norm_eps": 1e-20} if "rms_norm_eps" not in config["text_config"] else {},
-    )
-    hf.hidden_size = 32
+    defaults = {"hc_mult": 4, "rms_norm_eps": 1e-20}
+    hf = SimpleNamespace(**{**defaults, **config["text_config"], "hidden_size": 32})
     tokenizer = find_tokenizer(checkpoint, None, EngramSpec.from_file(checkpoint))
     made = SimpleNamespace(
         model_config=SimpleNamespace(

@@ -11,7 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,15 +20,36 @@ from unittest.mock import MagicMock
 SOURCES = Path(__file__).parents[2] / "data/engines/src"
 
 
+class StubClass(type):
+    """Of classes that have every attribute, and take every parameter as a generic."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _made(name)
+
+    def __getitem__(cls, parameters: object) -> StubClass:
+        return cls
+
+
 class StubModule(ModuleType):
-    """Has every attribute."""
+    """Has every attribute, and keeps it."""
+
+    def __init__(self, name: str, real: Set[str]) -> None:
+        super().__init__(name)
+        self.__real = real
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made: Any = type(name, (), {}) if name[0].isupper() and not name.isupper() else MagicMock(name=name)
+        if (full := f"{self.__name__}.{name}") in self.__real:
+            return importlib.import_module(full)
+        made = _made(name)
         setattr(self, name, made)
         return made
+
+
+def _made(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    is_class = name[0].isupper() and not name.isupper()
+    return StubClass(name, (), {"__init__": lambda self, *_, **__: None}) if is_class else MagicMock(name=name)
 
 
 class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -64,7 +85,7 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return StubModule(spec.name)
+        return StubModule(spec.name, self._real)
 
     def exec_module(self, module: ModuleType) -> None:
         pass

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engram_client._errors import EngramError
-from engram_client._query import PrefetchMethods
-from engram_client._result import Prefetched
+from engram_client._sync import EngramClient
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +21,6 @@ WAITING_MAX = 256
 GIVE_UP_S = 60.0
 """A prompt that waited longer than this is being computed by now, or somewhere else."""
 
-_Client = PrefetchMethods[Prefetched]
-
-
 class PromptPrefetcher:
     """Sends prompts to the server's prefetch lane, from a thread of its own.
 
@@ -31,9 +28,17 @@ class PromptPrefetcher:
     the first prompt, and anew in a forked child. Safe to share between threads.
     """
 
-    def __init__(self, connect: Callable[[], _Client], waiting_max: int = WAITING_MAX) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], EngramClient],
+        *,
+        waiting_max: int = WAITING_MAX,
+        image_hashes_from: int | None = None,
+    ) -> None:
+        """image_hashes_from: ids from here on stand for the image token."""
         self._connect = connect
         self._waiting_max = waiting_max
+        self._image_hashes_from = image_hashes_from
         self._lock = threading.Lock()
         self._pid = 0
         self._prompts: queue.Queue[Sequence[int] | None] = queue.Queue()
@@ -55,13 +60,19 @@ class PromptPrefetcher:
             _log.debug("%d prompts wait to be prefetched: one is left out", self._waiting_max)
 
     def _send(self, prompts: queue.Queue[Sequence[int] | None]) -> None:
-        client: _Client | None = None
+        client: EngramClient | None = None
         warned = False
         while (tokens := prompts.get()) is not None:
             try:
                 client = client or self._connect()
-                client.prefetch(np.asarray(tokens, dtype=np.int64), give_up_s=GIVE_UP_S)
+                client.prefetch(self._token_ids(tokens, client), give_up_s=GIVE_UP_S)
             except (EngramError, ValueError, OSError) as error:
                 if not warned:
                     _log.warning("a prompt was not prefetched, and later ones may not be: %s", error)
                 warned = True
+
+    def _token_ids(self, tokens: Sequence[int], client: EngramClient) -> NDArray[np.int64]:
+        ids = np.asarray(tokens, dtype=np.int64)
+        if self._image_hashes_from is None or not (images := ids >= self._image_hashes_from).any():
+            return ids
+        return np.where(images, client.describe().model.image_token_id, ids)

@@ -9,20 +9,17 @@ Written for vLLM 0.33: what it relies on there, `tests/engines` checks against t
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from engram_client.adapters._settings import Settings
+from engram_client.adapters._tables import is_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
-_log = logging.getLogger(__name__)
-_TABLE = ".engram.embed."
-"""In the names of a checkpoint's table tensors, and of nothing else."""
 
 
 def register() -> None:
@@ -100,11 +97,6 @@ def _refuse_captured(config: Any) -> None:
         )
 
 
-def is_table(name: str) -> bool:
-    """Whether a checkpoint's tensor is part of an Engram table: codes or scales, by upstream's name or vLLM's."""
-    return _TABLE in name or _TABLE.replace("embed.", "embed_tokens.") in name
-
-
 @functools.cache
 def _model_class() -> type[Any]:
     from vllm.models.deepseek_v41 import DeepseekV41ForCausalLM as Plain
@@ -146,7 +138,7 @@ def _prefetch_prompts(settings: Settings) -> None:
     from engram_client.adapters._prompts import PromptPrefetcher
 
     plain = Scheduler.add_request
-    if hasattr(plain, "__wrapped__"):
+    if hasattr(plain, "engram_server"):
         return  # vLLM may load its plugins more than once
     prefetcher = PromptPrefetcher(settings.client)
 
@@ -155,4 +147,5 @@ def _prefetch_prompts(settings: Settings) -> None:
         prefetcher.prompt(request.prompt_token_ids)
         plain(self, request)
 
+    add_request.engram_server = True  # type: ignore[attr-defined]
     Scheduler.add_request = add_request
