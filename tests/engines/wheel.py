@@ -74,8 +74,8 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in self._stubbed:
-            return None
+        if name.split(".")[0] not in self._stubbed or name.rpartition(".")[2][0].isupper():
+            return None  # a class is no module
         if name in self._real:
             file = source(name)
             packages = [str(file.parent)] if file.name == "__init__.py" else None

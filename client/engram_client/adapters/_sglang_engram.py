@@ -118,8 +118,8 @@ def _staged_for_replay(engram: ModuleType) -> dict[int, Any] | None:
     """By layer, what the scheduler staged for the batch that a breakable CUDA graph replays now."""
     if not engram.is_in_breakable_cuda_graph():
         return None
-    batch = engram.get_tc_piecewise_forward_context().forward_batch
-    staged = batch.engram_staged_rows
+    context = engram.get_tc_piecewise_forward_context()
+    staged = None if context is None else context.forward_batch.engram_staged_rows
     return None if staged is None else {entry[1]: entry for entry in staged}
 
 

@@ -69,12 +69,14 @@ def _without_tables(
 
 def _prompts_to(connect: Callable[[], Any]) -> Callable[..., Any]:
     """Hand each new request's prompt over as it is queued; one rank of those that see it."""
+    from sglang.srt.runtime_context import get_parallel
+
     from engram_client.adapters._prompts import PromptPrefetcher
 
     prefetcher = PromptPrefetcher(connect, image_hashes_from=IMAGE_HASHES_FROM)
 
     def add_request(plain: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **named: Any) -> Any:
-        if scheduler.ps.tp_rank == 0:
+        if get_parallel().attn_tp_rank == 0:
             prefetcher.prompt(req.origin_input_ids)
         return plain(scheduler, req, *args, **named)
 
