@@ -57,7 +57,8 @@ def _find(module: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | as
             (
                 node
                 for node in nodes
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == part
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                and node.name == part
             ),
             None,
         )

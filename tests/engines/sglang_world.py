@@ -172,7 +172,9 @@ def _engram(engram: Any, layout: Any, layer: int, index: int) -> Any:
     return module
 
 
-def forward_batch(mode: Any, chunks: Sequence[tuple[int, int, Sequence[int]]], **more: Any) -> SimpleNamespace:
+def forward_batch(
+    mode: Any, chunks: Sequence[tuple[int, int, Sequence[int]]], **more: Any
+) -> SimpleNamespace:
     """A ForwardBatch of chunks (request slot, position of the first token, ids)."""
     lengths = [len(tokens) for _, _, tokens in chunks]
     return SimpleNamespace(
@@ -227,5 +229,3 @@ def capturing() -> Any:
         yield capture
     finally:
         breaks._current_capture_var.reset(token)
-
-

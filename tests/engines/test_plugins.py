@@ -184,9 +184,7 @@ def test_an_id_that_is_no_row_fails_and_writes_nothing(fp4: Served) -> None:
 # ------------------------------------------------------------------------------------------------- a server gone
 
 
-def test_a_step_waits_for_a_server_that_comes_back(
-    fp4_checkpoint: Path, fp4: Served, tmp_path: Path
-) -> None:
+def test_a_step_waits_for_a_server_that_comes_back(fp4_checkpoint: Path, fp4: Served, tmp_path: Path) -> None:
     uds = tmp_path / "s"
     ids = fp4.truth.ids([3, 17, 29])
     out = torch.full((3, 24, 256), 5, dtype=torch.bfloat16)

@@ -9,8 +9,18 @@ import pytest
 import sglang_world
 import torch
 from conftest import Served
-from sglang_world import ENGRAM, PAD_SHIFT, STAGING, WHEEL, WORLD, ForwardMode, Model, capturing, forward_batch
-from sglang_world import schedule_batch
+from sglang_world import (
+    ENGRAM,
+    PAD_SHIFT,
+    STAGING,
+    WHEEL,
+    WORLD,
+    ForwardMode,
+    Model,
+    capturing,
+    forward_batch,
+    schedule_batch,
+)
 from support.serving import until
 from support.truth import IMAGE, same
 
@@ -186,14 +196,18 @@ def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served_once: 
     assert not bits(out)[6:].any()
 
 
-def test_rows_are_those_of_sglangs_own_table(monkeypatch: pytest.MonkeyPatch, fp8: Served, world: Any) -> None:
+def test_rows_are_those_of_sglangs_own_table(
+    monkeypatch: pytest.MonkeyPatch, fp8: Served, world: Any
+) -> None:
     own = Model(fp8.checkpoint).engrams[0].embed
     packed = torch.from_numpy(fp8.truth.oracle.packed(1, np.arange(own.rows)))
     own.weight.weight_loader(own.weight, packed[:, :256].contiguous().view(torch.float8_e4m3fn))
     own.scale.weight_loader(own.scale, packed[:, 256:].contiguous().view(torch.float8_e8m0fnu))
     _plugged(monkeypatch, fp8)
     ids = torch.from_numpy(fp8.truth.ids(TEXT))[:, 0]
-    assert torch.equal(Model(fp8.checkpoint).engrams[0].embed(ids).view(torch.int16), own(ids).view(torch.int16))
+    assert torch.equal(
+        Model(fp8.checkpoint).engrams[0].embed(ids).view(torch.int16), own(ids).view(torch.int16)
+    )
 
 
 def test_scale_bytes_0_and_255_are_read_as_sglang_does(
@@ -209,9 +223,7 @@ def test_scale_bytes_0_and_255_are_read_as_sglang_does(
         own.weight[:48] = flat[:, :256].contiguous().view(torch.float8_e4m3fn)
         own.scale[:48] = flat[:, 256:].contiguous().view(torch.float8_e8m0fnu)
     _plugged(monkeypatch, fp8)
-    monkeypatch.setattr(
-        EngramClient, "_run", lambda *_: SimpleNamespace(values=rows.copy(), format="packed")
-    )
+    monkeypatch.setattr(EngramClient, "_run", lambda *_: SimpleNamespace(values=rows.copy(), format="packed"))
     found, expected = Model(fp8.checkpoint).engrams[0].embed(ids), own(ids)
     assert torch.equal(found.isnan(), expected.isnan())
     numbers = ~expected.isnan()
@@ -229,7 +241,9 @@ def test_another_table_is_refused_when_the_model_is_made(
 
 def test_a_text_only_model_agrees_with_any_image_token(engram: Any, served_once: Served) -> None:
     model = Model(served_once.checkpoint, image_token_id=None)
-    assert WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu")) is not None
+    assert (
+        WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu")) is not None
+    )
 
 
 def test_the_embedding_holds_no_table(engram: Any, served_once: Served) -> None:

@@ -87,7 +87,13 @@ SEAMS = [
         why="the handshake compares them",
     ),
     Seam(ENGRAM, "EngramHasher.hash_windows", "self tokens blocked", why="the stager hashes by it"),
-    Seam(STAGING, "EngramRowStager.from_model", "cls model hasher device", "classmethod", why="it is overridden"),
+    Seam(
+        STAGING,
+        "EngramRowStager.from_model",
+        "cls model hasher device",
+        "classmethod",
+        why="it is overridden",
+    ),
     Seam(STAGING, "EngramRowStager.stage", "self batch", why="it is overridden"),
     Seam(
         STAGING,

@@ -11,7 +11,7 @@ import vllm_world
 from conftest import Served
 from support.serving import until
 from support.truth import IMAGE, same
-from vllm_world import CUDAGraphMode, Requests, WORLD, input_batch, vllm_config
+from vllm_world import WORLD, CUDAGraphMode, Requests, input_batch, vllm_config
 
 from engram_client.adapters import vllm as plugin
 
@@ -39,6 +39,8 @@ class Engine:
 
     def step(self, chunks: Sequence[tuple[int, int, Sequence[int]]], padded: int) -> dict[int, torch.Tensor]:
         """Prepare a step and run what the forward does before its layers; each layer's rows [padded, C, 256]."""
+        for module in self.model.layers.values():
+            module.staged_rows.fill_(7)  # what an earlier step left
         batch = input_batch(chunks, padded)
         inputs = self.state.prepare_inputs(batch, self.requests)
         window = inputs["lookback_token_ids"]
@@ -110,9 +112,7 @@ def test_a_prefill_beside_decodes(fp4: Served, monkeypatch: pytest.MonkeyPatch) 
     sequences = [TEXT, TEXT[3:], WITH_IMAGE]
     accepted(engine, sequences)
     spans = [(0, 11, 12), (1, 20, 38), (2, 4, 5)]
-    rows = engine.step(
-        [(request, begin, sequences[request][begin:end]) for request, begin, end in spans], 24
-    )
+    rows = engine.step([(request, begin, sequences[request][begin:end]) for request, begin, end in spans], 24)
     check(engine, rows, by_the_book(fp4, [(sequences[r], begin, end) for r, begin, end in spans]))
 
 
@@ -165,8 +165,12 @@ def test_staged_rows_keep_their_address(fp4: Served, monkeypatch: pytest.MonkeyP
     engine = Engine(fp4, monkeypatch)
     accepted(engine, [TEXT])
     captured = {int(layer): module.staged_rows for layer, module in engine.model.layers.items()}
+    for rows in captured.values():
+        rows.fill_(7)
     engine.state.prepare_dummy_inputs(2, 16)
-    assert not any(bits(rows[:16]).any() for rows in captured.values()), "graphs are captured over finite rows"
+    assert not any(bits(rows[:16]).any() for rows in captured.values()), (
+        "graphs are captured over finite rows"
+    )
     engine.step([(0, 4, TEXT[4:9])], 16)
     for layer, wanted in by_the_book(fp4, [(TEXT, 4, 9)]).items():
         assert same(bits(captured[layer][:5]), wanted.copy())
@@ -177,7 +181,7 @@ def test_a_batch_without_requests_gets_zeros_and_asks_for_nothing(
 ) -> None:
     engine = Engine(fp4, monkeypatch)
     accepted(engine, [TEXT])
-    engine.step([(0, 0, TEXT[:8])], 8)
+    engine.step([(0, 0, TEXT[:8])], 8)  # whose rows are not to be left there
     batch = input_batch([(0, 0, [1, 2, 3, 4])], 8)
     batch.req_ids = ["req_0_of_nobody"]
     monkeypatch.setattr(engine.model.engram_stager._source, "fill", None)
@@ -346,9 +350,7 @@ def test_register_does_nothing_unless_told_a_target() -> None:
     assert vllm_world.Scheduler.add_request is before
 
 
-def test_register_names_the_model_and_hands_prompts_on(
-    fp4: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_register_names_the_model_and_hands_prompts_on(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGRAM_SERVER_TARGET", fp4.target)
     monkeypatch.setattr(vllm_world.Scheduler, "add_request", vllm_world.Scheduler.add_request)
     plugin.register()

@@ -172,7 +172,12 @@ SEAMS = [
         "vllm.config.engram",
         "EngramConfig",
         decorators="config",
-        uses=("cpu_offload: bool", "embedding_across_dp: bool", "dp_shared_memory: bool | None", "use_thp: bool"),
+        uses=(
+            "cpu_offload: bool",
+            "embedding_across_dp: bool",
+            "dp_shared_memory: bool | None",
+            "use_thp: bool",
+        ),
         why="unsuited configurations are refused by these",
     ),
 ]
@@ -190,7 +195,10 @@ def test_vllm_is_as_the_plugin_knows_it(seam: Seam) -> None:
         (Seam(ENGRAM, "Engram.nowhere", why="x"), "Engram.nowhere is gone"),
         (Seam("vllm.nowhere", "Engram", why="x"), "vllm.nowhere.Engram is gone"),
         (Seam(ENGRAM, "Engram.embed", "self tokens", why="x"), "takes (self hash_ids), not (self tokens)"),
-        (Seam(ENGRAM, "Engram._finish_prefetch", why="x"), "decorated with eager_break_during_capture, not nothing"),
+        (
+            Seam(ENGRAM, "Engram._finish_prefetch", why="x"),
+            "decorated with eager_break_during_capture, not nothing",
+        ),
         (Seam(ENGRAM, "Engram.embed", uses=("self.rows",), why="x"), "no longer has `self.rows`"),
     ],
 )

@@ -1,7 +1,7 @@
 """vLLM's own Engram modules, model state and kernels on a CPU, around a model of two Engram layers and nothing else.
 
-Real: EngramLayout, NgramHashState, Engram, ParallelEngramEmbedding, DeepseekV41ModelState, DefaultModelState, ModelState,
-InputBatch, EngramConfig's class body, CUDAGraphMode. Stubbed: everything below and beside them.
+Real: EngramLayout, NgramHashState, Engram, ParallelEngramEmbedding, DeepseekV41ModelState and the states it derives
+from, InputBatch, CUDAGraphMode, and their kernels. Stubbed: everything below and beside them.
 """
 
 from __future__ import annotations

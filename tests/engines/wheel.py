@@ -49,7 +49,9 @@ def _made(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     is_class = name[0].isupper() and not name.isupper()
-    return StubClass(name, (), {"__init__": lambda self, *_, **__: None}) if is_class else MagicMock(name=name)
+    return (
+        StubClass(name, (), {"__init__": lambda self, *_, **__: None}) if is_class else MagicMock(name=name)
+    )
 
 
 class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -74,7 +74,9 @@ def check(server: Description, engine: EngineFacts, tables: Mapping[int, bytes],
     for layer, digest in tables.items():
         if layer in server.tables:
             kind = server.tables[layer].kind
-            differing += _compare(f"table of layer {layer} ({kind} there)", server.tables[layer].digest, digest)
+            differing += _compare(
+                f"table of layer {layer} ({kind} there)", server.tables[layer].digest, digest
+            )
     if differing:
         raise MismatchError(
             "this server would give the engine other rows than its own: "

@@ -21,6 +21,7 @@ WAITING_MAX = 256
 GIVE_UP_S = 60.0
 """A prompt that waited longer than this is being computed by now, or somewhere else."""
 
+
 class PromptPrefetcher:
     """Sends prompts to the server's prefetch lane, from a thread of its own.
 

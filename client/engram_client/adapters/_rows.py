@@ -66,6 +66,7 @@ class RowSource:
             for _, out in wanted.values():
                 out.zero_()
             return
+        self._follow_current_stream()
         blocks = {layer: _host(ids) for layer, (ids, _) in wanted.items()}
         found = self._client.lookup_blocks(
             blocks, columns=self.columns, format=self._format(wanted), lane=lane, timeout=wait_s
@@ -75,6 +76,13 @@ class RowSource:
             self._place(values[:, index], found.format, out)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(self._stream.mark())
+
+    def _follow_current_stream(self) -> None:
+        """What was given to the current stream so far may still read or write `out`."""
+        if self._device.type == "cuda":
+            given = torch.cuda.current_stream(self._device).record_event()
+            with self._stream:
+                torch.cuda.current_stream(self._device).wait_event(given)
 
     def _format(self, wanted: Mapping[int, Wanted]) -> Format:
         """Rows cross to a GPU as the table's own bytes, a quarter of bf16's; so does what only we can convert."""
@@ -123,6 +131,6 @@ class RowSource:
 
 
 def _host(ids: Tensor) -> NDArray[np.generic]:
-    """Waits for the device to have computed them, and with that for all that was before on the current stream."""
+    """Waits for the device to have computed them."""
     array: NDArray[np.generic] = ids.detach().cpu().numpy()
     return np.ascontiguousarray(array)

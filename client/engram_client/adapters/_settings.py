@@ -28,13 +28,13 @@ class Settings:
     wait_s: float = _WAIT_S
     """ENGRAM_SERVER_WAIT_S: how long a step waits for a server that has gone away, before it fails."""
     lookup: LookupMode = "staged"
-    """ENGRAM_SERVER_LOOKUP, for vLLM. staged: rows are there before the forward begins, so that CUDA graphs may hold all
-    of it. inline: rows are fetched where the forward looks them up, which no CUDA graph may capture."""
+    """ENGRAM_SERVER_LOOKUP, for vLLM. staged: rows are there before the forward begins, so that CUDA graphs may hold
+    all of it. inline: rows are fetched where the forward looks them up, which no CUDA graph may capture."""
     prefetch: bool = True
     """ENGRAM_SERVER_PREFETCH, 0 or 1: read a prompt's rows into the server's cache when the request arrives."""
     pins: Mapping[int, bytes] = field(default_factory=dict)
-    """ENGRAM_SERVER_PIN, "1=<64 hex digits>,14=...": the digest each layer's table must have, as `engram-server inspect`
-    prints it. Takes the place of a comparison with the tables of the engine's own checkpoint."""
+    """ENGRAM_SERVER_PIN, "1=<64 hex digits>,14=...": the digest each layer's table must have, as
+    `engram-server inspect` prints it. Takes the place of a comparison with the tables of the engine's checkpoint."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
@@ -58,7 +58,9 @@ class Settings:
         """The same where the plugin is active already. Raises ValueError when the target has vanished."""
         settings = cls.from_environment()
         if settings is None:
-            raise ValueError(f"{_PREFIX}TARGET was set when the plugin was loaded and is not now: set it again")
+            raise ValueError(
+                f"{_PREFIX}TARGET was set when the plugin was loaded and is not now: set it again"
+            )
         return settings
 
     def client(self) -> EngramClient:
@@ -66,7 +68,7 @@ class Settings:
         return EngramClient(
             self.targets,
             timeouts=Timeouts(request_s=self.wait_s + _SLOW_S),
-            retry=Retry(attempts=1, wait_for_server_s=self.wait_s),
+            retry=Retry(wait_for_server_s=self.wait_s),
         )
 
 

@@ -35,11 +35,13 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
     class RemoteEngramEmbedding(engram.EngramEmbedding):  # type: ignore[misc, name-defined]
         """One layer's table, elsewhere. No parameters: nothing is allocated, loaded or saved.
 
-        A rank asks for the rows that its shard would hold, and gives zeros for the others; the all-reduce that puts them
-        together is SGLang's. Rows that the scheduler staged are whole, as SGLang has it.
+        A rank asks for the rows that its shard would hold, and gives zeros for the others; the all-reduce that puts
+        them together is SGLang's. Rows that the scheduler staged are whole, as SGLang has it.
         """
 
-        def __init__(self, num_embeddings: int, dim: int, layer_id: int, column_bounds: tuple[int, ...]) -> None:
+        def __init__(
+            self, num_embeddings: int, dim: int, layer_id: int, column_bounds: tuple[int, ...]
+        ) -> None:
             nn.Module.__init__(self)
             parallel = engram.get_parallel()
             self.dim = dim
@@ -70,7 +72,7 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             fill(self, indices, out)
             return out
 
-        def dequant_staged(self, rows: Any, scales: Any, copied: Any, hash_shape: torch.Size) -> Tensor:
+        def dequant_staged(self, rows: Any, scales: object, copied: object, hash_shape: torch.Size) -> Tensor:
             """Wait for what `RemoteRowStager.stage` asked for; rows past those are zeros."""
             found = rows.wait(self.layer_id).rows
             out = torch.zeros(*hash_shape, self.dim, dtype=torch.bfloat16, device=found.device)
@@ -88,7 +90,7 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             out[:, end:] = 0
             staged = _staged_for_replay(engram)
             if staged is not None:
-                whole = self.dequant_staged(*staged[self.layer_id], indices.shape)
+                whole = self.dequant_staged(staged[self.layer_id][0], None, None, indices.shape)
                 out[:, begin:end] = whole[:, begin:end]
                 if not self._whole_columns:
                     out.masked_fill_(~self._owned(indices).unsqueeze(-1), 0)
@@ -102,7 +104,8 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             self._source.fill({self.layer_id: Wanted(indices, out[:, begin:end])})
 
         def _owned(self, indices: Tensor) -> Tensor:
-            return (indices >= self.row_start) & (indices < self.row_start + self.rows)
+            owned: Tensor = (indices >= self.row_start) & (indices < self.row_start + self.rows)
+            return owned
 
     def fill_now(embedding: Any, indices: Tensor, out: Tensor) -> None:
         embedding._fill(indices, out)
@@ -123,9 +126,7 @@ def _staged_for_replay(engram: ModuleType) -> dict[int, Any] | None:
     return None if staged is None else {entry[1]: entry for entry in staged}
 
 
-def stager_class(
-    staging: ModuleType, embedding: type[nn.Module], settings: Settings
-) -> type[Any]:
+def stager_class(staging: ModuleType, embedding: type[nn.Module], settings: Settings) -> type[Any]:
     """An `EngramRowStager` that asks for rows instead of gathering them.
 
     staging: the module sglang.srt.layers.engram_staging. embedding: what `embedding_class` made.
@@ -134,7 +135,9 @@ def stager_class(
     class RemoteRowStager(staging.EngramRowStager):  # type: ignore[misc, name-defined]
         """Requests a prefill batch's rows before its forward, from the scheduler, and returns at once."""
 
-        def __init__(self, hasher: Any, embeds: list[Any], device: torch.device, client: EngramClient) -> None:
+        def __init__(
+            self, hasher: Any, embeds: list[Any], device: torch.device, client: EngramClient
+        ) -> None:
             self.hasher = hasher
             self.device = device
             self._layers = [embed.layer_id for embed in embeds]

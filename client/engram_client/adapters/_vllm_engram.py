@@ -182,7 +182,7 @@ class RowStager:
 def state_class(plain: type[Any], stager: RowStager) -> type[Any]:
     """`plain`, vLLM's model state of this model, staging rows with each step's inputs."""
 
-    class EngramServerModelState(plain):
+    class EngramServerModelState(plain):  # type: ignore[misc]
         """Stages Engram rows before each forward."""
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Tensor | None]:

@@ -47,9 +47,7 @@ def build(
     )
     if not staged:
         return None
-    modules = {
-        part.embed_tokens.layer: part for part in model.modules() if isinstance(part, engram.Engram)
-    }
+    modules = {part.embed_tokens.layer: part for part in model.modules() if isinstance(part, engram.Engram)}
     return _vllm_engram.RowStager(modules, hash_states[0], IMAGE_SENTINEL_BASE_ID, client)
 
 

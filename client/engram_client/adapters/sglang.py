@@ -25,8 +25,8 @@ IMAGE_HASHES_FROM = 1_000_000
 def register() -> None:
     """The entry point. Does nothing unless ENGRAM_SERVER_TARGET is set.
 
-    SGLang logs what a plugin raises and goes on, with tables of its own that may not fit: hence SystemExit, for settings
-    in error and for an SGLang that is not as the plugin knows it.
+    SGLang logs what a plugin raises and goes on, with tables of its own that may not fit: hence SystemExit, for
+    settings in error and for an SGLang that is not as the plugin knows it.
     """
     try:
         settings = Settings.from_environment()
@@ -61,7 +61,11 @@ def _hook(settings: Settings) -> None:
 
 
 def _without_tables(
-    load_weights: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]], *args: Any, **named: Any
+    load_weights: Callable[..., Any],
+    model: Any,
+    weights: Iterable[tuple[str, Tensor]],
+    *args: Any,
+    **named: Any,
 ) -> Any:
     kept = ((name, tensor) for name, tensor in weights if not is_table(name))
     return load_weights(model, kept, *args, **named)

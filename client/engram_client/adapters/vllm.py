@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
 
-
 def register() -> None:
     """The entry point. Does nothing unless ENGRAM_SERVER_TARGET is set. Raises ValueError for settings in error."""
     settings = Settings.from_environment()
@@ -48,6 +47,8 @@ def refuse_unsuited(config: Any, settings: Settings) -> None:
     It also turns off what only tables of the engine's own need: memory shared by replicas, and huge pages.
     """
     engram, parallel = config.engram_config, config.parallel_config
+    if engram is None:
+        return  # a model of this architecture without Engram layers
     if engram.embedding_across_dp and parallel.data_parallel_size > 1:
         raise ValueError(
             "embedding_across_dp shards the Engram tables over data-parallel ranks, which exchange rows among "
@@ -79,7 +80,7 @@ def _refuse_captured(config: Any) -> None:
     if mode.has_full_cudagraphs():
         raise ValueError(
             f"cudagraph_mode {mode.name} captures whole forwards, and would freeze rows that are looked up inside "
-            "them: unset ENGRAM_SERVER_LOOKUP, or set --compilation-config '{\"cudagraph_mode\": \"PIECEWISE\"}'"
+            'them: unset ENGRAM_SERVER_LOOKUP, or set --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
     if not mode.has_piecewise_cudagraphs():
         return

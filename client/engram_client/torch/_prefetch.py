@@ -70,8 +70,9 @@ class RowPrefetcher:
 
         layers: those to ask for, first needed first; None = all, ascending. columns, unique, lane, timeout (seconds of
         one lookup): as for `EngramClient.lookup`; unique saves bytes on the way, for prompts over a network. steps_max:
-        `prefetch` of one more raises OverloadedError. waits: where waits are counted; None = a new one, see `waits`. scale_rule:
-        what scale bytes 0 and 255 stand for; another than vLLM's has rows converted here, whatever row_format says.
+        `prefetch` of one more raises OverloadedError. waits: where waits are counted; None = a new one, see `waits`.
+        scale_rule: what scale bytes 0 and 255 stand for; another than vLLM's has rows converted here, whatever
+        row_format says.
 
         Raises the exceptions of `EngramError`; TypeError for an AsyncEngramClient.
         """
