@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed with a sentence on stderr, 2 wrong usage."""
     # gRPC's C core writes to stderr by itself; what an operator must know comes as a sentence of ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be no text
     options = _parser().parse_args(arguments)
     level = logging.DEBUG if options.verbose else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
@@ -324,7 +327,7 @@ def _add_serve(command: Callable[..., Any]) -> None:
     )
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
-        "--grace-s", type=float, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+        "--grace-s", type=_seconds, default=10.0, metavar="S", help="time for calls under way at the end (10)"
     )
     sub.add_argument(
         "--device",
@@ -391,7 +394,7 @@ def _add_lookup(command: Callable[..., Any]) -> None:
     sub.add_argument("target", metavar="TARGET", help="path, HOST:PORT or unix:PATH")
     keys = sub.add_mutually_exclusive_group(required=True)
     keys.add_argument("--tokens", type=_integers, metavar="ID,...", help="token ids of one sequence")
-    keys.add_argument("--text", metavar="TEXT", help="text, tokenised without special tokens")
+    keys.add_argument("--text", type=_text, metavar="TEXT", help="text, tokenised without special tokens")
     keys.add_argument("--rows", type=_layer_rows, metavar="LAYER:ID,...", help="row ids of one layer")
     _add_history(sub)
     sub.add_argument(
@@ -511,6 +514,14 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 0,3,17") from None
 
 
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("this is not UTF-8") from None
+    return text
+
+
 def _count(text: str) -> int:
     if re.fullmatch(r"[0-9]{1,6}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 999999")
@@ -521,6 +532,16 @@ def _positive(text: str) -> int:
     if (count := _count(text)) == 0:
         raise argparse.ArgumentTypeError("0 is not a positive integer")
     return count
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86_400:  # nor NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+    return seconds
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -535,7 +556,7 @@ def _size(text: str) -> int:
 
 def _layer_rows(text: str) -> tuple[int, list[int]]:
     layer, colon, ids = text.partition(":")
-    if not colon or not layer.strip().isdigit() or not ids.strip():
+    if not colon or not layer.strip().isdecimal() or not ids.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not LAYER:ID,... such as 14:0,17")
     return int(layer), _integers(ids)
 

@@ -105,6 +105,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    if not all(part.isdigit() for part in text.split(",")):
+    if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 1,14")
     return tuple(sorted({int(part) for part in text.split(",")}))

@@ -168,7 +168,7 @@ class _Slot:
         width = _core.packed_row_bytes(kind)
         packed, converted = self.device_packed[: rows * width], self.device_rows[:rows]
         result = self.host_rows[: rows * _BF16_BYTES]
-        with self.stream:
+        with self.stream.current():
             packed.copy_(self.host_packed[: rows * width], non_blocking=True)
             convert_rows(packed.view(rows, width), converted)
             result.copy_(converted.view(packed.dtype).flatten(), non_blocking=True)

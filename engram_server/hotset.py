@@ -16,7 +16,6 @@ All numbers are little-endian. A table whose digest is not the one served is lef
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -30,6 +29,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engram_server.locks import lock_unfinished
 from engram_server.lookup import GROUP_ROWS, Block
 from engram_server.memory import TableState
 
@@ -77,15 +77,17 @@ def write_hot_set(path: Path, tables: Mapping[int, TableState], hot: Sequence[Ho
     partial = path.with_name(path.name + ".partial")
     # Always the same name, so that what a kill leaves behind is overwritten and never piles up.
     with partial.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_unfinished(file.fileno(), partial)
         file.truncate(0)
         try:
             _write(file, tables, hot)
             file.flush()
             os.fsync(file.fileno())
             partial.replace(path)
-        except BaseException:
+        except BaseException as error:
             partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(partial)) from error
             raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -29,6 +29,9 @@ log = logging.getLogger("engram_server")
 
 Backend = Literal["auto", "io_uring", "pread", "mmap"]
 
+BUDGET_BYTES_MIN = 1 << 20
+"""A budget must hold a position of any model, in every lane."""
+
 
 @dataclass(frozen=True)
 class MemoryOptions:
@@ -52,7 +55,8 @@ class MemoryOptions:
     resident: bool = False
     """Load every table whole into memory, in the background, and read no disk afterwards; then there is no cache."""
     replicas: tuple[Path, ...] = ()
-    """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded."""
+    """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded of those that have
+    not failed."""
     hot_set: Path | None = None
     """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 
@@ -120,6 +124,11 @@ class Memory:
         OSError for files that cannot be read, RuntimeError for a backend that cannot run here.
         """
         options = options or MemoryOptions()
+        if options.budget_bytes < BUDGET_BYTES_MIN:
+            raise TableError(
+                f"a budget of {options.budget_bytes} bytes holds no request; give --budget-bytes at least "
+                f"{BUDGET_BYTES_MIN >> 20} MiB"
+            )
         checkpoint = open_tables(path)
         copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
         scales = _scale_decision(options, checkpoint)
@@ -264,8 +273,13 @@ def _claims(options: MemoryOptions, checkpoint: OpenedTables) -> dict[str, int]:
 def _open_replica(path: Path, original: OpenedTables) -> OpenedTables:
     replica = open_tables(path)
     if replica.spec != original.spec or _shapes(replica) != _shapes(original):
-        raise TableError(f"{path} is no copy of {original.root}: its tables have another shape")
+        raise TableError(f"{path} is no copy of {_name(original)}: its tables have another shape")
     return replica
+
+
+def _name(tables: OpenedTables) -> Path:
+    """What was opened, as an operator knows it."""
+    return tables.path if isinstance(tables, Store) else tables.root
 
 
 def _shapes(checkpoint: OpenedTables) -> list[tuple[int, int, _core.RowKind]]:
@@ -326,7 +340,7 @@ def _checked_tables(reader: _core.Reader, copies: Sequence[OpenedTables]) -> dic
         for layer, table in state.items():
             if table.digest != states[0][layer].digest:
                 raise TableError(
-                    f"{copy.root} is no copy of {copies[0].root}: its table of layer {layer} has other rows"
+                    f"{_name(copy)} is no copy of {_name(copies[0])}: its table of layer {layer} has other rows"
                 )
     return states[0]
 

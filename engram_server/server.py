@@ -27,6 +27,7 @@ from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.service import SERVICE_NAME, EngramService
+from engram_server.tables.opened import has_text_name
 
 log = logging.getLogger("engram_server")
 
@@ -72,6 +73,7 @@ def serve(options: ServeOptions) -> int:
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with Memory.open(options.path, options.memory) as memory, ExitStack() as closing:
         converter = open_converter(options.device, {table.kind for table in memory.tables.values()})
+        memory.engine.populate_cache()
         keeper = None
         if options.memory.hot_set is not None:
             keeper = HotSetKeeper(memory, options.memory.hot_set)
@@ -201,7 +203,7 @@ def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
     addresses = []
     if options.listen is not None:
         host, _, port = options.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65_535:
+        if not host or not port.isdecimal() or int(port) > 65_535:
             raise ServeError(
                 f"cannot listen on {options.listen!r}: expected HOST:PORT, such as {DEFAULT_LISTEN}"
             )
@@ -242,6 +244,8 @@ def _make_way(path: Path) -> None:
             f"cannot listen on the UNIX socket {path}: gRPC reads {' and '.join(odd)} as parts of a URI; choose "
             "another path"
         )
+    if not has_text_name(path):
+        raise ServeError(f"the path of the UNIX socket is not UTF-8: {path}")
     if len(bytes(path)) > _UDS_PATH_BYTES_MAX:
         raise ServeError(
             f"the path of the UNIX socket has {len(bytes(path))} bytes, over the {_UDS_PATH_BYTES_MAX} that "
@@ -250,7 +254,9 @@ def _make_way(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        if path.parent.is_dir():
+            return
+        raise ServeError(f"there is no directory {path.parent} for the UNIX socket {path.name}") from None
     except OSError as error:
         raise ServeError(f"cannot listen on the UNIX socket {path}: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):

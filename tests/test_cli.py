@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,9 @@ Result = subprocess.CompletedProcess[str]
 def engram_server(*arguments: object, timeout_s: float = 120) -> Result:
     """Run the command as a user would."""
     command = [sys.executable, "-m", "engram_server.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="surrogateescape", timeout=timeout_s, check=False
+    )
 
 
 def done(*arguments: object) -> str:
@@ -48,6 +52,8 @@ def refused(*arguments: object, status: int = 1) -> str:
 def served(path: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`engram-server serve` in a process of its own: its ready line, and the process."""
     command = [sys.executable, "-m", "engram_server.cli", "serve", str(path), *map(str, options)]
+    if "--cache-bytes" not in options:
+        command.append("--cache-bytes=64MiB")  # a server makes all of it ready at once
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -207,10 +213,34 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
         ("serve", fp4_checkpoint, "--io-depth", "0"),
         ("serve", fp4_checkpoint, "--io-depth", "9" * 20),
         ("serve", fp4_checkpoint, "--io-threads=-1"),
+        ("serve", fp4_checkpoint, "--grace-s", "nan"),
     ):
         result = engram_server(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+def test_names_that_are_no_text(
+    fp4_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in most locales
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/n\xffm"))
+    shutil.copytree(fp4_checkpoint, folder)
+    for command in (("serve", folder), ("lookup", folder, "--tokens", "1")):
+        assert "the name is not UTF-8; rename it, or open it by a link" in refused(*command)
+    assert "its name is not UTF-8" in engram_server("doctor", folder).stdout
+    socket = Path(os.fsdecode(bytes(tmp_path) + b"/s\xff"))
+    assert "the UNIX socket is not UTF-8" in refused("serve", fp4_checkpoint, "--uds", socket)
+    assert "this is not UTF-8" in refused("lookup", fp4_checkpoint, "--text", "n\udcffm", status=2)
+    store = folder.with_suffix(".store")
+    assert f"{store}: " in done("convert", folder, store)
+    (tmp_path / "link").symlink_to(folder)
+    done("lookup", tmp_path / "link", "--tokens", "1")
+
+
+def test_a_budget_that_holds_no_request_is_refused(fp4_checkpoint: Path) -> None:
+    assert "holds no request" in refused("lookup", fp4_checkpoint, "--tokens", "1", "--budget-bytes", "100")
+    done("lookup", fp4_checkpoint, "--tokens", "1", "--budget-bytes", "1MiB")
 
 
 def test_a_disk_that_fails_when_tables_are_opened_is_a_sentence(fp4_checkpoint: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from engram_kernels.device import convert_rows
 
 # NumPy, which the interpreter computes with, says so when it comes to infinity and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+ROOT = Path(__file__).resolve().parents[1]
 
 WAYS = {"triton": Way("cpu", "triton"), "torch": Way("cpu", "torch"), "auto": Way("cpu", "auto")}
 
@@ -58,8 +61,9 @@ def test_a_number_that_is_no_row_gives_nan(way: Way, kind: str, fmt: str) -> Non
 
 @every_way
 @every_format
-def test_strided_views(way: Way, kind: str, fmt: str) -> None:
-    rows.check_strided_views(way, kind, fmt)
+@pytest.mark.parametrize("shift", [24, 5])
+def test_strided_views(way: Way, kind: str, fmt: str, shift: int) -> None:
+    rows.check_strided_views(way, kind, fmt, shift)
 
 
 @every_way
@@ -72,6 +76,21 @@ def test_scale_bytes_by_the_rules_of_others(way: Way, kind: str) -> None:
 @every_format
 def test_nothing_to_do(way: Way, kind: str, fmt: str) -> None:
     rows.check_nothing_to_do(way, kind, fmt)
+
+
+def test_the_gpu_tests_refuse_without_a_gpu_in_a_sentence() -> None:
+    """And what they need is importable: `make test-gpu` fails for want of a GPU and nothing else."""
+    environment = {**os.environ, "ENGRAM_TEST_GPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for command, sentence in (
+        (["pytest", "-q", "tests/gpu"], "these tests need a GPU that torch can use, and there is none"),
+        (["bench.gpu"], "finds no GPU here"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert ran.returncode == 1
+        assert sentence in ran.stdout + ran.stderr
+        assert "Traceback" not in ran.stdout + ran.stderr
 
 
 def refused(
@@ -142,7 +161,8 @@ every = list(itertools.product((False, True), repeat=3))
 variants = {80: every[::4], 90: every, 100: every[::4]}  # every fourth: FP8 and FP4 to bf16
 for capability in variants:
     for fp4, to_fp8, indexed in variants[capability]:
-        constants = dict(FP4=fp4, TO_FP8=to_fp8, INDEXED=indexed, ZERO_IS_SUBNORMAL=False, MAX_IS_NAN=False, ROWS=ROWS)
+        constants = dict(FP4=fp4, TO_FP8=to_fp8, INDEXED=indexed, ALIGNED=indexed, ROWS=ROWS)
+        constants |= dict(ZERO_IS_SUBNORMAL=not indexed, MAX_IS_NAN=not indexed)
         signature = dict.fromkeys(kernel.arg_names, "i64")
         signature |= {"packed": "*u8", "index": "*i32" if indexed else "*u8", "out": "*u8" if to_fp8 else "*i16"}
         signature |= dict.fromkeys(constants, "constexpr")

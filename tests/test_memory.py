@@ -1,5 +1,6 @@
 """Tables opened in every way that changes how rows reach the reader: none may change a row."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,12 +179,26 @@ def test_a_store_whose_digest_is_not_that_of_its_rows_is_refused(store: Path, tm
         Memory.open(tmp_path / "a.engram")
 
 
+def test_a_copy_that_fails_is_left_for_one_that_does_not(truth: Truth, store: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.engram"
+    shutil.copy(store, broken)
+    with EngramMemory.open(broken, replicas=(store,), cache_bytes=0) as memory:
+        os.truncate(broken, 8192)
+        with pytest.raises(DataLossError, match="it was truncated"):
+            memory.lookup(TOKENS)
+        found = memory.lookup(TOKENS, format="packed")
+        assert same(found.values, truth.values(truth.ids(TOKENS), "packed"))
+
+
 def test_what_is_no_copy_is_refused(truth: Truth, tmp_path: Path) -> None:
     other_rows = synthesise(tmp_path / "rows", 2000, truth.kind, seed=99).path
     other_shape = synthesise(tmp_path / "shape", 300, truth.kind, seed=4).path
+    other_store = tmp_path / "rows.store"
+    convert(other_rows, other_store)
     for path, sentence in (
         (other_rows, r"rows is no copy of .*: its table of layer 1 has other rows"),
         (other_shape, r"shape is no copy of .*: its tables have another shape"),
+        (other_store, rf"rows\.store is no copy of {truth.path}: its table of layer 1 has other rows"),
         (tmp_path / "absent", "absent"),
     ):
         with pytest.raises((TableError, OSError), match=sentence):

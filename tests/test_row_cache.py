@@ -50,6 +50,11 @@ def rows_of(tables: Tables, layer: int, batch: _core.Batch, ids: NDArray[np.int6
     assert batch.gather(0, len(ids), PACKED) == tables.expected(layer, ids).tobytes()
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 # ------------------------------------------------------------------------------------------- exactness
 
 
@@ -261,6 +266,23 @@ def test_pinned_slots_are_never_given_to_another(fp4: Tables) -> None:
     rows_of(fp4, 1, whole(engine, 1, ids), ids)
     assert engine.cache_stats()["evictions"] == 12
     engine.close()
+
+
+def test_a_cache_made_ready_holds_its_memory_and_serves_meanwhile(fp4: Tables) -> None:
+    engine = fp4.open(cache_bytes=PLENTY)
+    before = resident_bytes()
+    engine.populate_cache()
+    ids = groups_of(1, 100)
+    rows_of(fp4, 1, whole(engine, 1, ids), ids)
+    engine.populate_cache()  # under way, or done
+    deadline = time.monotonic() + 60
+    while (stats := engine.cache_stats())["ready_bytes"] < stats["capacity_bytes"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert resident_bytes() - before >= stats["capacity_bytes"]
+    rows_of(fp4, 1, whole(engine, 1, ids), ids)
+    engine.close()
+    fp4.open().populate_cache()  # there is no cache
 
 
 def test_what_is_asked_for_often_outlives_what_passes_by(fp4: Tables) -> None:

@@ -567,6 +567,7 @@ def test_bad_addresses_are_refused(fp4_checkpoint: Path, tmp_path: Path) -> None
     assert "exists and is not a socket" in failed_start(fp4_checkpoint, tmp_path, uds=file)
     assert file.read_text() == "precious"
     assert "over the 107" in failed_start(fp4_checkpoint, tmp_path, uds=tmp_path / ("x" * 108))
+    assert "there is no directory" in failed_start(fp4_checkpoint, tmp_path, uds=tmp_path / "absent" / "s")
     assert "expected HOST:PORT" in failed_start(fp4_checkpoint, tmp_path, listen="50051")
     assert "nothing to listen on" in failed_start(fp4_checkpoint, tmp_path, listen=None)
 

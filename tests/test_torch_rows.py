@@ -6,7 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,9 @@ def test_an_embedding_of_row_ids(
             EngramRows(prefetcher, 2)
 
 
-def test_empty_steps(client: EngramClient | EngramMemory) -> None:
-    with RowPrefetcher(client) as prefetcher:
+@pytest.mark.parametrize(("row_format", "unique"), FORMS)
+def test_empty_steps(client: EngramClient | EngramMemory, row_format: Any, unique: bool) -> None:
+    with RowPrefetcher(client, row_format=row_format, unique=unique) as prefetcher:
         assert prefetcher.prefetch([]).wait(1).rows.shape == (0, 24, 256)
         assert prefetcher.prefetch_blocks({}).layers == ()
 
@@ -323,7 +324,8 @@ def once_reached(prefetcher: RowPrefetcher) -> LayerRows:
                 raise
 
 
-def test_closing_fails_what_is_under_way(memory: EngramMemory) -> None:
+def test_closing_leaves_nobody_waiting(memory: EngramMemory, truth: Truth) -> None:
+    """Every wait ends, with the rows of its step or with an error."""
     client = Gated(memory)
     prefetcher = RowPrefetcher(client)  # type: ignore[arg-type]
     steps = [prefetcher.prefetch([n]) for n in range(8)]
@@ -333,11 +335,26 @@ def test_closing_fails_what_is_under_way(memory: EngramMemory) -> None:
     client.gate.set()
     closing.join(20)
     assert not closing.is_alive()
-    for step in steps:
+    for n, step in enumerate(steps):
         for layer in (1, 14):
             assert step.done(layer)
+            with suppress(EngramError):
+                assert_exact(step.wait(layer), truth, layer, truth.ids([n]))
     with pytest.raises(EngramError, match="the prefetcher is closed"):
         prefetcher.prefetch([1])
+
+
+def test_closing_ends_a_stream_whose_server_is_gone(truth: Truth, tmp_path: Path) -> None:
+    with serving(truth.path, tmp_path) as server, EngramClient(server.targets[0]) as client:
+        prefetcher = RowPrefetcher(client)
+        prefetcher.prefetch([5]).wait(14)
+        server.kill()
+        step = prefetcher.prefetch([6])
+        prefetcher.close()
+        for layer in (1, 14):
+            assert step.done(layer)
+            with pytest.raises(EngramError):
+                step.wait(layer)
 
 
 def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def _write_shards(source: Source, out: Path, options: ConvertOptions) -> tuple[C
         raise TableError(
             f"{config} belongs to another model; name another directory, or replace it by --force"
         )
+    made = not out.exists()
     out.mkdir(exist_ok=True)
     try:
         results = _write_all(source, plan_shards(source, out), options)
@@ -127,8 +128,9 @@ def _write_shards(source: Source, out: Path, options: ConvertOptions) -> tuple[C
             with whole_file(config) as fd:
                 pwrite_all(fd, json.dumps(source.spec.to_config(), indent=2).encode() + b"\n", 0)
     except BaseException:
-        with contextlib.suppress(OSError):
-            out.rmdir()  # when nothing is in it
+        if made:
+            with contextlib.suppress(OSError):
+                out.rmdir()  # when nothing is in it
         raise
     return results
 
@@ -282,8 +284,11 @@ def _ending(partial: Partial) -> Iterator[None]:
                 f"{partial.path.parent} is full; nothing was left there: free some space and start again"
             ) from error
         partial.keep()
+        if partial.whole:
+            raise
         raise TableError(
-            f"{error.filename}: {error.strerror}; what was converted is in {partial.path}: go on with --resume"
+            f"{error.filename or partial.path}: {error.strerror}; what was converted is in {partial.path}: go on "
+            "with --resume"
         ) from error
     except BaseException:
         partial.keep()

@@ -8,8 +8,8 @@ header takes its place and the file its name.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import struct
@@ -22,6 +22,7 @@ import numpy as np
 from engram_kernels import _core
 from engram_kernels._core import PAGE_BYTES
 from engram_server.convert.target import Target
+from engram_server.locks import lock_unfinished
 from engram_server.tables.bulk import BulkFile, bulk_buffer
 from engram_server.tables.errors import TableError
 
@@ -65,6 +66,8 @@ class Partial:
         self.path = partial_name(target.path)
         self._lock = threading.Lock()
         self._waiting: dict[int, Progress] = {}
+        self.whole = False
+        """Whether the file has all its bytes, and is about to get its name or has it."""
         self.file = BulkFile(self.path, os.O_RDWR | os.O_CREAT)
         try:
             self._take(resume)
@@ -74,7 +77,7 @@ class Partial:
 
     def _take(self, resume: bool) -> None:
         try:
-            fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_unfinished(self.file.fd, self.path)
         except BlockingIOError:
             raise TableError(
                 f"{self.path} is being written by another conversion; wait for it to end"
@@ -106,11 +109,12 @@ class Partial:
         self._record(due)
 
     def keep(self) -> None:
-        """Close it as it is, to be resumed."""
-        try:
-            self._record(self.progress)
-        finally:
-            self.file.close()
+        """Close it as it is, to be resumed, or whole when `finish` came that far."""
+        if not self.whole:
+            # Should the disk refuse: what the journal says already stays true.
+            with contextlib.suppress(OSError):
+                self._record(self.progress)
+        self.file.close()
 
     def discard(self) -> None:
         """Close and remove it."""
@@ -123,9 +127,11 @@ class Partial:
         os.fsync(self.file.fd)
         self._write_page(self._target.header)
         os.fsync(self.file.fd)
+        # Before it has its name: whoever is interrupted in between must not put the journal into a whole file.
+        self.whole = True
         self.path.replace(self._target.path)
-        self.file.close()
         sync_directory(self._target.path.parent)
+        self.file.close()
 
     def _record(self, progress: Progress) -> None:
         os.fdatasync(self.file.fd)  # the data first: a journal must not promise what a power cut takes back
@@ -147,7 +153,9 @@ class Partial:
             return None
         page = self.file.read(0, PAGE_BYTES, bulk_buffer(PAGE_BYTES)).tobytes()
         if page == self._target.header:
-            return Progress(self._end)  # stopped between its last two steps
+            # Stopped between its last two steps. (A shard's header does not say whose rows these are.)
+            named = all(section.uuid is not None for section in self._target.sections)
+            return Progress(self._end) if named else None
         entry, crc = page[: _ENTRY.size], page[_ENTRY.size :][:4]
         magic, identity, *numbers = _ENTRY.unpack(entry)
         if magic != _MAGIC or int.from_bytes(crc, "little") != _core.crc32c(entry):
@@ -191,5 +199,7 @@ def sync_directory(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from engram_kernels import _core
 from engram_kernels._core import PAGE_BYTES
 from engram_server.doctor.finding import Finding, plural, size_text
 from engram_server.tables.layout import ROW_VALUES
-from engram_server.tables.opened import OpenedTables, open_tables
+from engram_server.tables.opened import OpenedTables, has_text_name, open_tables
 from engram_server.tables.placement import ScaleDecision, decide_scales
 from engram_server.tables.store import Store
 
@@ -123,6 +123,8 @@ def find_target(path: Path) -> tuple[Target | None, list[Finding]]:
 
 def _check_readable(path: Path) -> None:
     mode = path.stat().st_mode
+    if not has_text_name(path):
+        raise OSError("its name is not UTF-8: rename it, or name a link to it")
     if stat.S_ISDIR(mode):
         os.scandir(path).close()
     elif stat.S_ISREG(mode):

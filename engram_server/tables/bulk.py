@@ -77,8 +77,10 @@ class BulkFile:
         self._drop(offset, len(data))
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self.fd)
+        """Close the file, unless it is."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> BulkFile:
         return self

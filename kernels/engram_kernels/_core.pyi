@@ -288,6 +288,9 @@ class Engine:
         Returns stats as Batch.stats; None when it takes a batch, and then some of out may have been written.
         Raises ValueError when out has another size than these rows, or layers have no row size in common.
         """
+    def populate_cache(self) -> None:
+        """Make the memory of all slots ready in the background, as happens anyway once a few of them are used: the
+        first row to come to a slot then need not wait for the kernel to clear a huge page."""
     def load_scales(self, layer: int) -> None:
         """Read the layer's scale plane into memory on a native thread; lookups use it as it arrives."""
     def load_resident(self, layer: int) -> None:
@@ -299,8 +302,8 @@ class Engine:
         """As scale_progress."""
     def cache_stats(self) -> dict[str, int]:
         """capacity_bytes and slot_bytes of rows, slots, used; since start, in groups: hits (found whole), misses (rows
-        were read), joined (another batch was reading them), overflows (no slot could be had), evictions. Empty
-        without a cache."""
+        were read), joined (another batch was reading them), overflows (no slot could be had), evictions; and
+        ready_bytes, how much of capacity_bytes populate_cache has made ready. Empty without a cache."""
     def cached_groups(
         self, layer: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint8]]:

@@ -25,6 +25,9 @@ Backend: TypeAlias = Literal["auto", "triton", "torch"]
 _FP4_ROW_BYTES = 136
 _FP8_ROW_BYTES = 264
 _VALUES = 256
+_ALIGNMENT_BYTES = 8
+_ROWS_MAX = 2**31 - 1024
+"""Rows are counted in int32; so many take 292 GB."""
 
 
 def convert_rows(
@@ -95,6 +98,13 @@ class _Grid:
     def layout(self) -> tuple[int, int, int]:
         return self.inner, self.outer_stride, self.inner_stride
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row begins at a multiple of 8 bytes, as packed rows back to back do."""
+        size = self.tensor.element_size()
+        begins = (self.tensor.data_ptr(), self.outer_stride * size, self.inner_stride * size)
+        return all(begin % _ALIGNMENT_BYTES == 0 for begin in begins)
+
 
 @dataclass(frozen=True, eq=False)
 class _Call:
@@ -136,6 +146,7 @@ def _launch(call: _Call, scale_rule: ScaleRule) -> None:
             INDEXED=call.index is not None,
             ZERO_IS_SUBNORMAL=scale_rule != "vllm",
             MAX_IS_NAN=scale_rule == "sglang-cpu",
+            ALIGNED=call.packed.is_aligned and call.out.is_aligned,
             ROWS=rows,
         )
 
@@ -176,6 +187,10 @@ def _check_rows(name: str, tensor: Tensor, widths: dict[torch.dtype, tuple[int, 
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected {described}, with one or two dimensions "
             "before the last"
+        )
+    if tensor.shape[:-1].numel() > _ROWS_MAX:
+        raise ValueError(
+            f"{name} has {tensor.shape[:-1].numel()} rows; convert at most {_ROWS_MAX} at a time"
         )
     if tensor.numel() and tensor.stride(-1) != 1:
         raise ValueError(

@@ -5,8 +5,9 @@ On the CPU the same calls copy plainly, and are done when they return; so all th
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,30 +20,25 @@ _CHUNKS = 2
 """One is filled while the other is copied from."""
 
 
-def host_buffer(bytes: int, device: torch.device) -> Tensor:
-    """uint8[bytes] on the host, pinned if `device` is a GPU."""
-    return torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def host_buffer(size: int, device: torch.device) -> Tensor:
+    """uint8[size] on the host, pinned if `device` is a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class SideStream:
-    """A CUDA stream of its own; on the CPU, nothing. In a `with`, work of this thread goes to it."""
+    """A CUDA stream of its own; on the CPU, nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._entered: Any = None
 
-    def __enter__(self) -> Self:
-        if self._stream is not None:
-            self._entered = torch.cuda.stream(self._stream)
-            self._entered.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(kind, error, trace)
-            self._entered = None
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """In a `with`, the work of this thread goes to the stream."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
 
     def mark(self) -> Any:
         """An event behind all work given to the stream so far; None on the CPU."""
@@ -78,7 +74,7 @@ class Uploader:
         if not self._buffers:
             target.copy_(torch.from_numpy(source))
             return
-        with self._stream:
+        with self._stream.current():
             for first in range(0, len(source), self._chunk_bytes):
                 piece = source[first : first + self._chunk_bytes]
                 buffer = self._free_buffer()[: len(piece)]

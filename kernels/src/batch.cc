@@ -71,7 +71,7 @@ std::size_t Batch::next(std::span<Read> out, Room& room) {
       return count;
     }
     if (!begun_) {
-      const std::uint8_t copy = least_loaded_copy(miss, room);
+      const std::uint8_t copy = best_copy(miss, room);
       // Not begun before its first read can go: until then a lane that goes first may take it over.
       if (!room.has(table_of(miss).copies[copy].file())) return count;
       if (!begin(miss, copy)) {
@@ -90,13 +90,18 @@ const Table& Batch::table_of(const Miss& miss) const {
   return shared_->tables[groups_[miss.group].key.table].table;
 }
 
-std::uint8_t Batch::least_loaded_copy(const Miss& miss, const Room& room) const {
-  const std::vector<TableCopy>& copies = table_of(miss).copies;
-  std::uint8_t least = 0;
-  for (std::uint8_t copy = 1; copy < copies.size(); ++copy) {
-    if (room.in_flight(copies[copy].file()) < room.in_flight(copies[least].file())) least = copy;
+// The least loaded of those without a failure.
+std::uint8_t Batch::best_copy(const Miss& miss, const Room& room) const {
+  const TableState& state = shared_->tables[groups_[miss.group].key.table];
+  const auto rank = [&](std::uint8_t copy) {
+    return std::pair(state.failed[copy].load(std::memory_order_relaxed),
+                     room.in_flight(state.table.copies[copy].file()));
+  };
+  std::uint8_t best = 0;
+  for (std::uint8_t copy = 1; copy < state.table.copies.size(); ++copy) {
+    if (rank(copy) < rank(best)) best = copy;
   }
-  return least;
+  return best;
 }
 
 // False when another miss makes its reads.
@@ -163,7 +168,11 @@ void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) 
   Miss& miss = miss_of(read.tag);
   const auto row = static_cast<unsigned>(read.tag & 7);
   if (error == 0) error = keep(miss, row, static_cast<unsigned>(read.tag >> 3 & 7), read, bytes);
-  if (error != 0) miss.fail(static_cast<RowMask>(1u << row), error);
+  if (error != 0) {
+    TableState& state = shared_->tables[groups_[miss.group].key.table];
+    state.failed[miss.copy].store(true, std::memory_order_relaxed);
+    miss.fail(static_cast<RowMask>(1u << row), error);
+  }
   if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) == 1) miss_ended(miss);
 }
 

@@ -171,7 +171,7 @@ class Batch final : public ReadSource {
   void ended(const Read& read, std::int32_t error, const std::byte* bytes) override;
 
   const Table& table_of(const Miss& miss) const;
-  std::uint8_t least_loaded_copy(const Miss& miss, const Room& room) const;
+  std::uint8_t best_copy(const Miss& miss, const Room& room) const;
   bool begin(Miss& miss, std::uint8_t copy);
   bool emit(Miss& miss, Read& read, Room& room);
   Read read_of(const Miss& miss, unsigned row, unsigned part) const;

@@ -180,6 +180,7 @@ nb::dict cache_stats(const Engine& engine) {
   to["joined"] = from.joined.load();
   to["overflows"] = from.overflows.load();
   to["evictions"] = from.evictions.load();
+  to["ready_bytes"] = from.ready_bytes.load();
   return to;
 }
 
@@ -313,6 +314,7 @@ void bind_engine(nb::module_& m) {
       .def("copy_hits", &copy_hits, nb::arg("keys").noconvert(), nb::arg("format"),
            nb::arg("out").noconvert(), nb::kw_only(), nb::arg("group") = 1,
            nb::arg("columns") = nb::none())
+      .def("populate_cache", &Engine::populate_cache)
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
       .def("load_resident", &Engine::load_resident, nb::arg("layer"))
       .def(

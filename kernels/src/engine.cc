@@ -139,21 +139,22 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
     batch->fail_all(ECANCELED);
     batch->part_done();
   }
-  populate_cache();
+  if (!populating_.load(std::memory_order_relaxed) && shared_->cache != nullptr &&
+      shared_->cache->wants_memory()) {
+    populate_cache();
+  }
   return {batch.get(), [batch](Batch*) { batch->cancel(); }};
 }
 
 void Engine::populate_cache() {
-  const RowCache* const cache = shared_->cache.get();
-  if (cache == nullptr || populating_.load(std::memory_order_relaxed)) return;
-  if (!cache->wants_memory() || populating_.exchange(true)) return;
+  RowCache* const cache = shared_->cache.get();
+  if (cache == nullptr || populating_.exchange(true)) return;
   const std::lock_guard lock(mutex_);
   if (stop_.load()) return;
   try {
-    to_load_.push_back([this, cache] { cache->populate(stop_); });
-    start_loader();
-  } catch (const std::exception&) {
-    // Without memory or threads to spare, slots are made ready as they are used.
+    populator_ = std::thread([this, cache] { cache->populate(stop_); });
+  } catch (const std::system_error&) {
+    // Without a thread to spare, slots are made ready as they are used.
   }
 }
 
@@ -280,7 +281,9 @@ void Engine::close() {
     stop_.store(true);
     wake_.notify_all();
   }
-  if (loader_.joinable()) loader_.join();
+  for (std::thread* const thread : {&loader_, &populator_}) {
+    if (thread->joinable()) thread->join();
+  }
   std::unique_lock lock(shared_->mutex);
   shared_->idle.wait(lock, [&] { return shared_->running == 0; });
 }

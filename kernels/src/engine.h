@@ -78,6 +78,10 @@ class Engine {
   // Start to load a table's scales, or the whole table, into memory, after those asked for before.
   // Throw std::runtime_error once closed, std::system_error when the loading thread cannot start,
   // std::bad_alloc.
+  // Makes the memory of all cache slots ready in the background, as happens anyway once enough of
+  // them are used. Until then the first row that comes to a slot waits for the kernel to clear a
+  // huge page.
+  void populate_cache();
   void load_scales(std::int64_t layer);
   void load_resident(std::int64_t layer);
   LoadProgress scale_progress(std::int64_t layer) const;
@@ -97,7 +101,6 @@ class Engine {
             const std::function<std::unique_ptr<Memory>()>& make);
   void load_loop();
   void start_loader();
-  void populate_cache();
 
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<EngineShared> shared_;
@@ -108,10 +111,11 @@ class Engine {
   std::atomic<bool> populating_{false};
 
   std::mutex closing_;  // held by close() throughout
-  std::mutex mutex_;    // guards the loads and, until stop_, loader_
+  std::mutex mutex_;    // guards the loads and, until stop_, the threads
   std::condition_variable wake_;
   std::deque<std::function<void()>> to_load_;
   std::thread loader_;
+  std::thread populator_;  // not the loader, which may be busy for minutes
 };
 
 }  // namespace engram

@@ -181,13 +181,14 @@ Miss* RowCache::settle(Entry& entry, Miss& miss) {
   return over;
 }
 
-void RowCache::populate(const std::atomic<bool>& stop) const {
+void RowCache::populate(const std::atomic<bool>& stop) {
 #ifdef MADV_POPULATE_WRITE
   for (std::size_t at = 0; at < memory_bytes_ && !stop.load(std::memory_order_relaxed);
        at += kPopulateBytes) {
     const std::size_t bytes = std::min(kPopulateBytes, memory_bytes_ - at);
     // Kernels before 5.14 do not know it: then slots are made ready one by one, as they are used.
     if (::madvise(memory_ + at, bytes, MADV_POPULATE_WRITE) != 0) return;
+    counters_.ready_bytes.store(std::min(at + bytes, capacity_bytes()), std::memory_order_relaxed);
   }
 #endif
 }

@@ -76,6 +76,7 @@ struct CacheCounters {
   std::atomic<std::uint64_t> overflows{0};  // no slot: all that it might have were pinned
   std::atomic<std::uint64_t> used{0};       // slots taken, now
   std::atomic<std::uint64_t> evictions{0};
+  std::atomic<std::uint64_t> ready_bytes{0};  // of capacity, made ready by populate()
 };
 
 class RowCache {
@@ -166,7 +167,7 @@ class RowCache {
 
   // Makes all slots ready, unless `stop` turns true: the kernel clears memory when it is first
   // used, which takes longer than a read.
-  void populate(const std::atomic<bool>& stop) const;
+  void populate(const std::atomic<bool>& stop);
   // Whether enough is used that all of it will be.
   bool wants_memory() const {
     return counters_.used.load(std::memory_order_relaxed) > slots_ / kPopulateShare;

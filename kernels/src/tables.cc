@@ -8,7 +8,7 @@
 
 namespace engram {
 
-TableState::TableState(Table given) : table(std::move(given)) {
+TableState::TableState(Table given) : table(std::move(given)), failed(table.copies.size()) {
   for (const TableCopy& copy : table.copies) {
     seals.emplace_back(copy.pages ? copy.pages->uuid : StoreUuid{},
                        static_cast<std::uint32_t>(table.layer));

@@ -19,6 +19,9 @@ struct TableState {
 
   Table table;
   std::vector<RecordSeal> seals;  // one per copy
+  // One per copy: whether a read of it has failed. The others are read instead, while there are
+  // any: a copy that fails at once would always be the least loaded.
+  std::vector<std::atomic<bool>> failed;
   // Each is set at most once, and read by every batch.
   std::atomic<ScaleMemory*> scales{nullptr};
   std::atomic<ResidentRows*> resident{nullptr};

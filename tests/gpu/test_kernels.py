@@ -47,8 +47,9 @@ def test_a_number_that_is_no_row_gives_nan(way: Way, kind: str, fmt: str) -> Non
 
 @every_way
 @every_format
-def test_strided_views(way: Way, kind: str, fmt: str) -> None:
-    rows.check_strided_views(way, kind, fmt)
+@pytest.mark.parametrize("shift", [24, 5])
+def test_strided_views(way: Way, kind: str, fmt: str, shift: int) -> None:
+    rows.check_strided_views(way, kind, fmt, shift)
 
 
 @every_way

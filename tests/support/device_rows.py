@@ -115,16 +115,19 @@ def check_a_number_that_is_no_row_gives_nan(way: Way, kind: str, fmt: str) -> No
     np.testing.assert_array_equal(found[keep], expected_at(kind, fmt, packed, good)[keep])
 
 
-def check_strided_views(way: Way, kind: str, fmt: str) -> None:
-    """Rows inside wider rows, a slice of the columns, a transposed index: not a byte outside is touched."""
-    width = oracle.PACKED_BYTES[kind]
+def check_strided_views(way: Way, kind: str, fmt: str, shift: int) -> None:
+    """Rows inside wider rows, a slice of the columns, a transposed index: not a byte outside is touched.
+
+    shift: bytes before the first row, 24 keeps rows at multiples of 8 bytes and 5 does not.
+    """
+    width, end = oracle.PACKED_BYTES[kind], shift + oracle.PACKED_BYTES[kind]
     wide = np.zeros((5, 6, width + 40), dtype=np.uint8)
-    wide[:, 1:5, 24 : 24 + width] = random_rows(kind, 20).reshape(5, 4, width)
-    packed = way.tensor(wide)[:, 1:5, 24 : 24 + width]
+    wide[:, 1:5, shift:end] = random_rows(kind, 20).reshape(5, 4, width)
+    packed = way.tensor(wide)[:, 1:5, shift:end]
     memory = way.empty(fmt, 9, 30)
     out = memory[::2, 3:27]
     index = np.random.default_rng(5).integers(-1, 20, size=(24, 5))
-    rows = wide[:, 1:5, 24 : 24 + width].reshape(20, width)
+    rows = wide[:, 1:5, shift:end].reshape(20, width)
     found = way.convert(fmt, packed, out, index=way.tensor(index).t())
     np.testing.assert_array_equal(found, expected_at(kind, fmt, rows, index.T))
     untouched = as_bytes(memory).copy()

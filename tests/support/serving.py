@@ -86,6 +86,7 @@ def serving(
     uds: Path | None = None,
     limits: dict[str, Any] | None = None,
     device: str = "cpu",
+    cache_bytes: int = 64 << 20,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -94,7 +95,7 @@ def serving(
         listen=listen,
         uds=uds,
         limits=Limits(**(limits or {})),
-        memory=MemoryOptions(**memory),
+        memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         grace_s=5.0,
     )

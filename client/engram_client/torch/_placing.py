@@ -47,7 +47,7 @@ class Placer:
         mask = None if found.mask is None else torch.from_numpy(found.mask)
         if self._device.type == "cpu":
             return LayerRows(self._on_cpu(found), mask)
-        with self._stream:
+        with self._stream.current():
             rows = self._converted(found) if self.format == "packed" else self._copied(found)
             mask = None if mask is None else mask.to(self._device)
         self._stream.finish()

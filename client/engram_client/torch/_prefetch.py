@@ -43,7 +43,8 @@ class RowPrefetcher:
 
     `prefetch` returns at once. Each layer is a lookup of its own, in the order of `layers`: rows of the first come as
     soon as they can, those of the others while the layers before them compute. Over gRPC all go through one stream that
-    stays open. Safe to share between threads; a context manager. The client is the caller's to close, afterwards.
+    stays open. Steps are answered in order: a long prompt that is to wait for its turn belongs in a prefetcher of its
+    own. Safe to share between threads; a context manager. The client is the caller's to close, afterwards.
 
         with RowPrefetcher(client, device="cuda") as prefetcher:
             step = prefetcher.prefetch(tokens, history=last_three)
@@ -134,7 +135,7 @@ class RowPrefetcher:
         return self._start(ask, tuple(ids))
 
     def close(self) -> None:
-        """Fail what is still asked for, and wait for lookups under way."""
+        """Fail what has not been asked for yet, and wait for lookups under way."""
         self._closed = True
         self._lookups.close()
         self._asking.shutdown()
@@ -163,7 +164,7 @@ class RowPrefetcher:
             try:
                 found = self._lookups.begin(_unless_cancelled(future, ask), layer)
             except Exception as error:
-                found = EngramError("the prefetcher was closed") if self._closed else error
+                found = error
             self._placing.submit(self._place, found, future)
         # Behind the step's last layer, whatever became of it.
         self._placing.submit(self._room.release)
@@ -176,7 +177,8 @@ class RowPrefetcher:
                 raise found
             future.set_result(self._placer.place(found.result()))
         except Exception as error:
-            future.set_exception(error)
+            ours = isinstance(error, EngramError) or not self._closed
+            future.set_exception(error if ours else EngramError("the prefetcher was closed"))
 
 
 class PendingRows:
@@ -264,7 +266,7 @@ class _Threads:
         return self._threads.submit(ask, self._client, layer)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
 
 _Lookups: TypeAlias = _Stream | _Threads
