@@ -75,13 +75,14 @@ class Engine {
   RowCache* cache() const { return shared_->cache.get(); }  // null: none
   const Tables& tables() const { return shared_->tables; }
 
-  // Start to load a table's scales, or the whole table, into memory, after those asked for before.
-  // Throw std::runtime_error once closed, std::system_error when the loading thread cannot start,
-  // std::bad_alloc.
   // Makes the memory of all cache slots ready in the background, as happens anyway once enough of
   // them are used. Until then the first row that comes to a slot waits for the kernel to clear a
   // huge page.
   void populate_cache();
+
+  // Start to load a table's scales, or the whole table, into memory, after those asked for before.
+  // Throw std::runtime_error once closed, std::system_error when the loading thread cannot start,
+  // std::bad_alloc.
   void load_scales(std::int64_t layer);
   void load_resident(std::int64_t layer);
   LoadProgress scale_progress(std::int64_t layer) const;
