@@ -216,11 +216,12 @@ def test_a_step_fails_when_the_server_stays_away(fp4: Served, tmp_path: Path) ->
     out = torch.full((3, 24, 256), 5, dtype=torch.bfloat16)
     with settings.client() as client:
         begin = time.monotonic()
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError) as gone:
             RowSource(client, CPU, columns=(0, 24)).fill(
                 {1: Wanted(torch.from_numpy(fp4.truth.ids([3, 17, 29])[:, 0]), out)}
             )
         assert time.monotonic() - begin >= 0.4
+    assert "ENGRAM_SERVER_WAIT_S" in gone.value.__notes__[0]
     assert (out == 5).all(), "old rows are nobody's: the step has failed"
 
 

@@ -1,6 +1,7 @@
 """The vLLM plugin inside vLLM's own classes: rows of whole steps, against rows looked up by the book."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ from support.serving import until
 from support.truth import IMAGE, same
 from vllm_world import WORLD, CUDAGraphMode, Requests, input_batch, vllm_config
 
+from engram_client import EngramClient, MismatchError, UnavailableError
 from engram_client.adapters import vllm as plugin
+from engram_client.adapters._settings import Settings
+from engram_client.adapters._vllm_model import build
 
 TEXT = [0, 3, 17, 17, 29, 4051, 128000, 5, 6, 7, *range(1000, 1030), 3, 17, 64000, 9, 8]
 WITH_IMAGE = [3, 17, IMAGE, IMAGE, IMAGE, 29, 5, 6, 7, 8, IMAGE, 4051]
@@ -198,6 +202,23 @@ def test_a_forward_whose_rows_were_not_staged_fails(fp4: Served, monkeypatch: py
         module.prepare_embeddings(torch.zeros(5, 24, dtype=torch.int32))
 
 
+def test_a_step_whose_rows_cannot_be_had_leaves_none(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on in spite of the error does not go on with the step before."""
+    engine = Engine(fp4, monkeypatch)
+    accepted(engine, [TEXT])
+    engine.step([(0, 0, TEXT[:4])], 4)
+
+    def gone(*_: Any) -> None:
+        raise UnavailableError("gone")
+
+    monkeypatch.setattr(EngramClient, "_run", gone)
+    batch = input_batch([(0, 4, TEXT[4:6])], 2)
+    with pytest.raises(UnavailableError):
+        engine.state.prepare_inputs(batch, engine.requests)
+    with pytest.raises(RuntimeError, match="a forward of 2 tokens has Engram rows staged for 0"):
+        engine.model.layers["1"].prepare_embeddings(torch.zeros(2, 24, dtype=torch.int32))
+
+
 def test_the_gate_sees_the_rows(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Engram.embed`, as the layer's forward calls it."""
     engine = Engine(fp4, monkeypatch)
@@ -333,6 +354,27 @@ def test_replicas_that_share_memory_are_told_not_to(fp4: Served, monkeypatch: py
     assert engine.config.engram_config.use_thp is False
     layers = list(engine.model.layers.values())
     assert vllm_world.WHEEL.load(vllm_world.ENGRAM).EngramBatch.create(layers, 8) is None
+
+
+def test_another_checkpoint_than_the_servers_is_refused(
+    fp4: Served, fp8: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 tables in the engine's own directory, FP4 ones behind the server."""
+    mixed = replace(fp4, checkpoint=fp8.checkpoint)
+    with pytest.raises(MismatchError, match=r"table of layer 1 \(fp4 there\)"):
+        Engine(mixed, monkeypatch)
+
+
+def test_a_model_without_engram_layers_needs_no_server(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a pipeline stage without them."""
+    config = vllm_config(fp4.checkpoint)
+    config.engram_config = None
+    plugin.refuse_unsuited(config, Settings(("127.0.0.1:1",)))
+    monkeypatch.setenv("ENGRAM_SERVER_TARGET", "127.0.0.1:1")
+    monkeypatch.setattr(vllm_world.WHEEL.load(vllm_world.ENGRAM), "NgramHashState", type("Other", (), {}))
+    made: list[None] = []
+    assert build(torch.nn.Module(), lambda: made.append(None), config, Settings(("127.0.0.1:1",))) is None
+    assert made == [None]
 
 
 def test_the_class_of_vllm_is_left_as_it_was(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engram_client._errors import UnavailableError
 from engram_client._query import LookupMethods
 from engram_client._result import Format, Lane, Lookup, to_torch
 from engram_kernels.device import ScaleRule, convert_rows
 from engram_kernels.staging import SideStream, Uploader
 
 _VALUES = 256
+_GONE = (
+    "The step has no Engram rows and fails. ENGRAM_SERVER_WAIT_S is how long it waits for a server to come back; "
+    "several servers in ENGRAM_SERVER_TARGET stand in for one another."
+)
 _PACKED_FP8_BYTES = 264
 
 
@@ -68,9 +73,13 @@ class RowSource:
             return
         self._follow_current_stream()
         blocks = {layer: _host(ids) for layer, (ids, _) in wanted.items()}
-        found = self._client.lookup_blocks(
-            blocks, columns=self.columns, format=self._format(wanted), lane=lane, timeout=wait_s
-        )
+        try:
+            found = self._client.lookup_blocks(
+                blocks, columns=self.columns, format=self._format(wanted), lane=lane, timeout=wait_s
+            )
+        except UnavailableError as error:
+            error.add_note(_GONE)
+            raise
         values = found.values
         for index, (_, out) in enumerate(wanted.values()):
             self._place(values[:, index], found.format, out)
@@ -81,7 +90,7 @@ class RowSource:
         """What was given to the current stream so far may still read or write `out`."""
         if self._device.type == "cuda":
             given = torch.cuda.current_stream(self._device).record_event()
-            with self._stream:
+            with self._stream.current():
                 torch.cuda.current_stream(self._device).wait_event(given)
 
     def _format(self, wanted: Mapping[int, Wanted]) -> Format:
@@ -96,7 +105,7 @@ class RowSource:
     def _place(self, rows: NDArray[np.generic], format: Format, out: Tensor) -> None:
         """rows [T, C, W], as the client has them."""
         tokens, columns = rows.shape[:2]
-        with self._stream:
+        with self._stream.current():
             if format == "packed":
                 convert_rows(
                     self._on_device(rows.view(np.uint8)), out[:tokens, :columns], scale_rule=self._scale_rule
