@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engram_client._errors import OverloadedError
 from engram_client._sync import EngramClient
 from engram_client.adapters import _handshake
 from engram_client.adapters._handshake import EngineFacts
@@ -20,8 +18,6 @@ from engram_client.adapters._rows import RowSource, Wanted
 from engram_client.adapters._settings import Settings
 from engram_client.torch import RowPrefetcher
 from engram_kernels.device import ScaleRule
-
-_log = logging.getLogger(__name__)
 
 
 def scale_rule(device: torch.device) -> ScaleRule:
@@ -85,6 +81,9 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
                     "a CUDA graph is capturing an Engram lookup, whose rows come from a server and would be frozen: "
                     "start SGLang with --cuda-graph-backend-decode breakable (or disabled), and prefill's likewise"
                 )
+            if self.rows == 0:
+                out.zero_()
+                return
             begin, end = self.columns
             out[:, :begin] = 0
             out[:, end:] = 0
@@ -173,13 +172,11 @@ def stager_class(staging: ModuleType, embedding: type[nn.Module], settings: Sett
             if windows is None:
                 return None
             ids, _ = self.hasher.hash_windows(*windows)
-            try:
-                step = self._rows.prefetch_blocks(
-                    {layer: ids[:, index] for index, layer in enumerate(self._layers)}
-                )
-            except OverloadedError as error:
-                _log.debug("a batch's rows are not staged: %s", error)
-                return None
+            # Whatever goes wrong is raised: ranks that fell back to the lookup, whose rows are added up over the ranks,
+            # each by itself would wait for one another for ever.
+            step = self._rows.prefetch_blocks(
+                {layer: ids[:, index] for index, layer in enumerate(self._layers)}
+            )
             return [(step, layer, None) for layer in self._layers]
 
     return RemoteRowStager
