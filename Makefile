@@ -22,6 +22,7 @@ demo: setup ## small tables, a server, real text, every row checked
 test: lint ## lint, then all tests
 	@scripts/test_native.sh
 	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+	@[[ -n "$(PYTEST_ARGS)" ]] || $(MAKE) --no-print-directory test-engines
 
 .PHONY: test-asan
 test-asan: setup ## native tests under AddressSanitizer and UBSan
@@ -30,6 +31,11 @@ test-asan: setup ## native tests under AddressSanitizer and UBSan
 .PHONY: test-tsan
 test-tsan: setup ## native tests under ThreadSanitizer
 	@scripts/test_native.sh thread
+
+.PHONY: test-engines
+test-engines: setup ## the plugins of vLLM and SGLang, in the engines' own modules
+	@scripts/engines.sh
+	@$(PYTHON_VENV) -m pytest tests/engines $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: setup ## tests and bandwidth of the GPU's kernels; needs a GPU

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engram_client._result import Format, Lookup
-from engram_kernels.device import convert_rows
+from engram_kernels.device import ScaleRule, convert_rows
 from engram_kernels.staging import SideStream, Uploader
 
 RowFormat: TypeAlias = Literal["auto", "packed", "bf16"]
@@ -32,11 +32,13 @@ class LayerRows(NamedTuple):
 class Placer:
     """Brings the rows of one layer to a device. For one thread."""
 
-    def __init__(self, device: torch.device, row_format: RowFormat) -> None:
+    def __init__(self, device: torch.device, row_format: RowFormat, scale_rule: ScaleRule = "vllm") -> None:
         self._device = device
+        self._scale_rule: ScaleRule = scale_rule
         self._stream = SideStream(device)
         self._uploader = Uploader(device, self._stream)
         packed = row_format == "packed" or (row_format == "auto" and device.type != "cpu")
+        packed |= scale_rule != "vllm"  # which servers go by
         self.format: Format = "packed" if packed else "bf16"
         """What to ask of the client."""
 
@@ -69,7 +71,7 @@ class Placer:
             index = self._upload(inverse.view(np.uint8)).view(torch.int32).view(inverse.shape)
             shape = inverse.shape
         rows = torch.empty(*shape, _VALUES, dtype=torch.bfloat16, device=self._device)
-        convert_rows(self._upload(packed).view(packed.shape), rows, index=index)
+        convert_rows(self._upload(packed).view(packed.shape), rows, index=index, scale_rule=self._scale_rule)
         return rows
 
     def _upload(self, array: NDArray[np.uint8]) -> Tensor:

@@ -21,6 +21,7 @@ from engram_client._sync import EngramClient
 from engram_client._sync_stream import LookupStream, PendingLookup
 from engram_client.torch._placing import LayerRows, Placer, RowFormat
 from engram_client.torch._waits import WaitTimes
+from engram_kernels.device import ScaleRule
 
 if TYPE_CHECKING:
     from engram_client._embedded import EngramMemory
@@ -64,12 +65,15 @@ class RowPrefetcher:
         timeout: float | None = None,
         steps_max: int = STEPS_MAX,
         waits: WaitTimes | None = None,
+        scale_rule: ScaleRule = "vllm",
     ) -> None:
         """Connects, to ask which layers there are.
 
         layers: those to ask for, first needed first; None = all, ascending. columns, unique, lane, timeout (seconds of
         one lookup): as for `EngramClient.lookup`; unique saves bytes on the way, for prompts over a network. steps_max:
         `prefetch` of one more raises OverloadedError. waits: where waits are counted; None = a new one, see `waits`.
+        scale_rule: what scale bytes 0 and 255 stand for; another than vLLM's has rows converted here, whatever
+        row_format says.
 
         Raises the exceptions of `EngramError`; TypeError for an AsyncEngramClient.
         """
@@ -82,7 +86,7 @@ class RowPrefetcher:
         self.waits = waits or WaitTimes()
         """How long forwards waited, in Prometheus form."""
         self._layers = tuple(self.tables) if layers is None else tuple(layers)
-        self._placer = Placer(torch.device(device), row_format)
+        self._placer = Placer(torch.device(device), row_format, scale_rule)
         self._options: dict[str, Any] = {
             "columns": columns,
             "format": self._placer.format,

@@ -1,0 +1,55 @@
+"""Servers that the engines' tests share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.serving import ServerProcess, serving
+from support.truth import Truth
+
+from engram_client import EngramClient
+
+
+@dataclass
+class Served:
+    """A checkpoint, a server of it, and what its rows must be."""
+
+    checkpoint: Path
+    kind: str
+    truth: Truth
+    server: ServerProcess
+
+    @property
+    def target(self) -> str:
+        return self.server.targets[0]
+
+    def cached_bytes(self) -> int:
+        """How much the server's row cache holds."""
+        with EngramClient(self.target) as client:
+            return client.describe().cache.used_bytes
+
+
+@pytest.fixture(scope="session")
+def fp4(fp4_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(fp4_checkpoint, tmp_path_factory.mktemp("fp4-engines")) as server:
+        yield Served(fp4_checkpoint, "fp4", Truth(fp4_checkpoint, "fp4"), server)
+
+
+@pytest.fixture(scope="session")
+def fp8(fp8_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(fp8_checkpoint, tmp_path_factory.mktemp("fp8-engines")) as server:
+        yield Served(fp8_checkpoint, "fp8", Truth(fp8_checkpoint, "fp8"), server)
+
+
+@pytest.fixture(params=["fp4", "fp8"])
+def served(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugins' environment is each test's own."""
+    for name in ("TARGET", "WAIT_S", "LOOKUP", "PREFETCH", "PIN"):
+        monkeypatch.delenv(f"ENGRAM_SERVER_{name}", raising=False)

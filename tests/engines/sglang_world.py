@@ -1,0 +1,231 @@
+"""SGLang's own Engram modules on a CPU.
+
+Real: EngramLayout, EngramHasher, EngramEmbedding, Engram, EngramRowStager, ForwardMode, the hook registry, and what
+breaks a CUDA graph. Stubbed: everything below and beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from seams import segment
+from tokenizers import Tokenizer
+from wheel import Wheel
+
+from engram_server.spec import EngramSpec
+from engram_server.tokens import find_tokenizer
+
+ENGRAM = "sglang.srt.layers.engram"
+STAGING = "sglang.srt.layers.engram_staging"
+BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+PAD_SHIFT = 1_000_000
+
+WHEEL = Wheel(
+    "sglang",
+    [
+        ENGRAM,
+        STAGING,
+        BREAKS,
+        "sglang.srt.plugins.hook_registry",
+        "sglang.srt.model_executor.encoder_swa_replay",
+    ],
+    absent=("cuda",),
+)
+
+
+@dataclass
+class World:
+    """What SGLang's runtime context would say."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    in_breakable_graph: bool = False
+    forward_context: Any = None
+    checkpoint: Path = Path()
+
+
+WORLD = World()
+
+_modes: dict[str, Any] = {"IntEnum": IntEnum, "auto": auto}
+exec(segment("sglang.srt.model_executor.forward_batch_info", "ForwardMode"), _modes)
+ForwardMode = _modes["ForwardMode"]
+
+
+class _Tokenizer:
+    """As much of a fast tokenizer of transformers as a token map needs."""
+
+    def __init__(self, content: bytes) -> None:
+        self.backend_tokenizer = Tokenizer.from_buffer(content)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+_tokenizer = lru_cache(_Tokenizer)
+
+
+class DeepseekV4ForCausalLM:
+    """Takes weights."""
+
+    def load_weights(self, weights: Any, is_nextn: bool = False) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Scheduler:
+    """Requests, as they are queued."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self.queued.append(req)
+
+
+def _parallel() -> SimpleNamespace:
+    sizes = {"attn_cp_size": 1, "attn_dp_size": 1, "attn_tp_rank": WORLD.tp_rank, "tp_group": None}
+    return SimpleNamespace(tp_size=WORLD.tp_size, tp_rank=WORLD.tp_rank, **sizes)
+
+
+def _switch(value: bool) -> SimpleNamespace:
+    return SimpleNamespace(get=lambda: value)
+
+
+def _stub() -> None:
+    context = "sglang.srt.model_executor.runner_backend_utils"
+    for path, value in {
+        "sglang.srt.environ.envs": SimpleNamespace(
+            SGLANG_OPT_ENGRAM_EXTEND_HASH=_switch(True),
+            SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING=_switch(True),
+            SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS=_switch(False),
+            SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=_switch(False),
+        ),
+        "sglang.srt.utils.is_cuda": lambda: False,
+        "sglang.srt.utils.is_hip": lambda: False,
+        "sglang.srt.utils.is_xpu": lambda: False,
+        "sglang.srt.utils.is_gfx95_supported": lambda: False,
+        "sglang.kernels.ops.quantization.fp4_fake_quant.FP8_BLOCK_SIZE": 32,
+        "sglang.srt.managers.schedule_batch.MM_PAD_SHIFT_VALUE": PAD_SHIFT,
+        "sglang.srt.runtime_context.get_parallel": _parallel,
+        "sglang.srt.runtime_context.get_model": lambda: SimpleNamespace(model_path=str(WORLD.checkpoint)),
+        f"{context}.breakable_cuda_graph.context.is_in_breakable_cuda_graph": (
+            lambda: WORLD.in_breakable_graph
+        ),
+        f"{context}.tc_piecewise_cuda_graph.get_tc_piecewise_forward_context": (
+            lambda: WORLD.forward_context
+        ),
+        "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
+        "sglang.srt.managers.scheduler.Scheduler": Scheduler,
+    }.items():
+        WHEEL.set(path, value)
+    for number, name in enumerate(("MODE_DECODE", "MODE_VERIFY", "MODE_EXTEND")):
+        WHEEL.set(f"sglang.kernels.ops.embeddings.engram_hash.{name}", number)
+    engram = WHEEL.load(ENGRAM)
+    engram.build_compressed_token_map = lru_cache(engram.build_compressed_token_map)
+
+
+_stub()
+
+
+class Model(torch.nn.Module):
+    """SGLang's hasher and its Engram embeddings of a checkpoint, by whatever class stands for EngramEmbedding now."""
+
+    def __init__(self, checkpoint: Path, image_token_id: int | None = 129264) -> None:
+        super().__init__()
+        engram = WHEEL.load(ENGRAM)
+        text = json.loads((checkpoint / "config.json").read_text())["text_config"]
+        config = SimpleNamespace(**text)
+        self.layout = engram.EngramLayout.from_config(config)
+        path = find_tokenizer(checkpoint, None, EngramSpec.from_file(checkpoint))
+        assert path is not None
+        self.hasher = engram.EngramHasher(
+            self.layout,
+            _tokenizer(path.read_bytes()),
+            config.engram_pad_token_id,
+            config.engram_compressed_vocab_size,
+        )
+        self.hasher.image_token_id = image_token_id
+        self.hasher.init_history(8, "cpu")
+        self.engrams = torch.nn.ModuleList(
+            _engram(engram, self.layout, layer, index) for index, layer in enumerate(self.layout.layer_ids)
+        )
+        WORLD.checkpoint = checkpoint
+
+
+def _engram(engram: Any, layout: Any, layer: int, index: int) -> Any:
+    """An `Engram` without what follows its rows."""
+    module = engram.Engram.__new__(engram.Engram)
+    torch.nn.Module.__init__(module)
+    module.layer_hash_index = index
+    module.embed = engram.EngramEmbedding(
+        layout.num_embeddings[index], layout.head_dim, layer, column_bounds=layout.column_bounds(index)
+    )
+    return module
+
+
+def forward_batch(
+    mode: Any, chunks: Sequence[tuple[int, int, Sequence[int]]], **more: Any
+) -> SimpleNamespace:
+    """A ForwardBatch of chunks (request slot, position of the first token, ids)."""
+    lengths = [len(tokens) for _, _, tokens in chunks]
+    return SimpleNamespace(
+        forward_mode=mode,
+        input_ids=torch.tensor([token for _, _, tokens in chunks for token in tokens]),
+        positions=torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in chunks]),
+        req_pool_indices=torch.tensor([slot for slot, _, _ in chunks]),
+        extend_seq_lens=torch.tensor(lengths),
+        extend_seq_lens_cpu=lengths,
+        extend_start_loc=torch.tensor(np.cumsum([0, *lengths[:-1]])),
+        out_cache_loc=torch.arange(1, sum(lengths) + 1),
+        **{"engram_history": None, "engram_staged_rows": None, "spec_info": None, **more},
+    )
+
+
+def schedule_batch(chunks: Sequence[tuple[Sequence[int], int, int]]) -> SimpleNamespace:
+    """A ScheduleBatch that extends requests (all ids, begin, end)."""
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        reqs=[SimpleNamespace(full_untruncated_fill_ids=list(ids)) for ids, _, _ in chunks],
+        prefix_lens=[begin for _, begin, _ in chunks],
+        extend_lens=[end - begin for _, begin, end in chunks],
+        encoder_swa_reset=None,
+    )
+
+
+class Capture:
+    """In the place of a breakable CUDA graph's capture: remembers what runs between its segments."""
+
+    def __init__(self) -> None:
+        self.cuda_graph = SimpleNamespace(_break_fns=[])
+        self._barrier_fn = None
+
+    def _end_current_segment(self) -> None:
+        pass
+
+    def _begin_new_segment(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        for between in self.cuda_graph._break_fns:
+            between()
+
+
+@contextmanager
+def capturing() -> Any:
+    """While it is open, SGLang captures a breakable CUDA graph."""
+    breaks = WHEEL.load(BREAKS)
+    breaks._weak_ref_if_tensor = lambda argument: argument
+    token = breaks._current_capture_var.set(capture := Capture())
+    try:
+        yield capture
+    finally:
+        breaks._current_capture_var.reset(token)

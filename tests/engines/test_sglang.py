@@ -1,0 +1,308 @@
+"""The SGLang plugin inside SGLang's own classes, against rows looked up by the book and against SGLang's own tables."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import sglang_world
+import torch
+from conftest import Served
+from sglang_world import (
+    ENGRAM,
+    PAD_SHIFT,
+    STAGING,
+    WHEEL,
+    WORLD,
+    ForwardMode,
+    Model,
+    capturing,
+    forward_batch,
+    schedule_batch,
+)
+from support.serving import until
+from support.truth import IMAGE, same
+
+from engram_client import EngramClient, MismatchError
+from engram_client.adapters import _sglang_engram
+from engram_client.adapters import sglang as plugin
+from engram_client.adapters._settings import Settings
+
+TEXT = [0, 3, 17, 17, 29, 4051, 128000, 5, 6, 7, *range(1000, 1020), 3, 17, 64000, 9, 8]
+WITH_IMAGES = [3, 17, PAD_SHIFT + 5, PAD_SHIFT + 5, 29, 5, 6, 7, 8, PAD_SHIFT + 77_000, 4051, 9]
+"""As SGLang's scheduler has images: a hash of each, at each of its positions."""
+
+
+@pytest.fixture
+def world() -> Iterator[sglang_world.World]:
+    yield WORLD
+    WORLD.tp_size, WORLD.tp_rank, WORLD.in_breakable_graph, WORLD.forward_context = 1, 0, False, None
+
+
+@pytest.fixture
+def engram(monkeypatch: pytest.MonkeyPatch, served_once: Served, world: Any) -> Any:
+    """SGLang's module, its embedding replaced as the plugin does."""
+    return _plugged(monkeypatch, served_once)
+
+
+def _plugged(monkeypatch: pytest.MonkeyPatch, served: Served) -> Any:
+    module, staging = WHEEL.load(ENGRAM), WHEEL.load(STAGING)
+    monkeypatch.setenv("ENGRAM_SERVER_TARGET", served.target)
+    settings = Settings.required()
+    embedding = _sglang_engram.embedding_class(module, settings.client)
+    monkeypatch.setattr(module, "EngramEmbedding", embedding)
+    monkeypatch.setattr(staging, "EngramRowStager", _sglang_engram.stager_class(staging, embedding, settings))
+    return module
+
+
+@pytest.fixture(params=["fp4", "fp8"])
+def served_once(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
+
+
+def as_hashed(tokens: Sequence[int]) -> list[int]:
+    return [IMAGE if token >= PAD_SHIFT else token for token in tokens]
+
+
+def by_the_book(served: Served, tokens: Sequence[int], begin: int, end: int) -> dict[int, np.ndarray]:
+    values = served.truth.values(served.truth.ids(as_hashed(tokens))[begin:end], "bf16")
+    return {layer: values[:, index] for index, layer in enumerate(served.truth.layers)}
+
+
+def bits(rows: torch.Tensor) -> np.ndarray:
+    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def looked_up(model: Model, batch: Any) -> dict[int, torch.Tensor]:
+    """Rows by layer, as the forward of `Engram` takes them."""
+    ids = model.hasher(batch.input_ids, batch)
+    return {
+        module.embed.layer_id: module.embed_rows(ids[:, module.layer_hash_index], batch, False)
+        for module in model.engrams
+    }
+
+
+def check(rows: dict[int, torch.Tensor], expected: dict[int, np.ndarray]) -> None:
+    for layer, wanted in expected.items():
+        assert same(bits(rows[layer]), wanted.copy())
+
+
+def test_chunked_prefill_then_decode(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    for begin, end in ((0, 2), (2, 3), (3, 20)):
+        history = torch.tensor([model.hasher.history_row(TEXT[max(0, begin - 3) : begin])], dtype=torch.int32)
+        batch = forward_batch(ForwardMode.EXTEND, [(1, begin, TEXT[begin:end])], engram_history=history)
+        check(looked_up(model, batch), by_the_book(served_once, TEXT, begin, end))
+    for position in range(20, 24):
+        batch = forward_batch(ForwardMode.DECODE, [(1, position, TEXT[position : position + 1])])
+        check(looked_up(model, batch), by_the_book(served_once, TEXT, position, position + 1))
+
+
+def test_a_position_of_any_image_is_an_image_token(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    for begin in (0, 3, 5, 11):
+        history = torch.tensor(
+            [model.hasher.history_row(WITH_IMAGES[max(0, begin - 3) : begin])], dtype=torch.int32
+        )
+        batch = forward_batch(ForwardMode.EXTEND, [(2, begin, WITH_IMAGES[begin:])], engram_history=history)
+        check(looked_up(model, batch), by_the_book(served_once, WITH_IMAGES, begin, len(WITH_IMAGES)))
+
+
+def test_rejected_drafts_never_enter_the_history(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    start = torch.tensor([model.hasher.history_row([])], dtype=torch.int32)
+    looked_up(model, forward_batch(ForwardMode.EXTEND, [(3, 0, TEXT[:9])], engram_history=start))
+    drafts = SimpleNamespace(draft_token_num=4)
+    verify = [TEXT[9], TEXT[10], 777, 778]
+    batch = forward_batch(ForwardMode.TARGET_VERIFY, [(3, 9, verify)], spec_info=drafts)
+    check(looked_up(model, batch), by_the_book(served_once, [*TEXT[:9], *verify], 9, 13))
+    model.hasher.commit_after_verify(torch.tensor([verify]), torch.tensor([3]), torch.tensor([2]))
+    after = [55, 901, 902, 903]
+    batch = forward_batch(ForwardMode.TARGET_VERIFY, [(3, 11, after)], spec_info=drafts)
+    check(looked_up(model, batch), by_the_book(served_once, [*TEXT[:11], *after], 11, 15))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
+def test_each_row_comes_from_the_one_rank_that_owns_it(
+    engram: Any, served_once: Served, world: Any, size: int
+) -> None:
+    """What an all-reduce would add up. 5 does not divide the columns: rows are then split evenly, within columns."""
+    ids = torch.from_numpy(served_once.truth.ids(TEXT[:9]))
+    wanted = by_the_book(served_once, TEXT, 0, 9)[14]
+    total, owners = np.zeros_like(wanted), np.zeros(wanted.shape[:2], dtype=int)
+    world.tp_size = size
+    for rank in range(size):
+        world.tp_rank = rank
+        found = bits(Model(served_once.checkpoint).engrams[1].embed._owned_rows(ids[:, 1]))
+        total |= found
+        owners += found.any(axis=2)
+    assert same(total, wanted.copy())
+    assert (owners == 1).all()
+
+
+def test_the_scheduler_stages_a_prefill(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    spans = [(TEXT, 0, 4), (WITH_IMAGES, 2, 12), (TEXT, 7, 20)]
+    staged = stager.stage(schedule_batch(spans))
+    books = [by_the_book(served_once, *span) for span in spans]
+    for module, entry in zip(model.engrams, staged, strict=True):
+        wanted = np.concatenate([book[module.embed.layer_id] for book in books])
+        batch = SimpleNamespace(engram_staged_rows=staged)
+        padded = torch.zeros(len(wanted) + 5, 24, dtype=torch.int64)
+        rows = bits(module.embed_rows(padded, batch, False))
+        assert same(rows[: len(wanted)].copy(), wanted)
+        assert not rows[len(wanted) :].any(), "rows past the staged ones are zeros"
+        assert entry[1] == module.embed.layer_id
+
+
+def test_what_the_scheduler_cannot_stage_is_left_to_the_forward(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    decode = schedule_batch([(TEXT, 3, 4)])
+    decode.forward_mode = ForwardMode.DECODE
+    assert stager.stage(decode) is None
+    on_the_device = schedule_batch([(TEXT[:5], 3, 9)])
+    assert stager.stage(on_the_device) is None
+
+
+def test_a_breakable_graph_fetches_at_each_replay(engram: Any, served_once: Served, world: Any) -> None:
+    """While it is captured ids are not computed yet: nothing is asked for."""
+    model = Model(served_once.checkpoint)
+    embed = model.engrams[0].embed
+    ids = torch.full((4, 24), 2**40)
+    with capturing() as graph:
+        out = embed._owned_rows(ids)
+    assert not bits(out).any()
+    for begin in (0, 6):
+        ids.copy_(torch.from_numpy(served_once.truth.ids(TEXT)[begin : begin + 4, 0]))
+        graph.replay()
+        assert same(bits(out), by_the_book(served_once, TEXT, begin, begin + 4)[1].copy())
+
+
+def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served_once: Served, world: Any) -> None:
+    model = Model(served_once.checkpoint)
+    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    world.tp_size, world.in_breakable_graph = 1, True
+    embed = model.engrams[1].embed
+    with capturing() as graph:
+        out = embed._owned_rows(torch.zeros(8, 24, dtype=torch.int64))
+    staged = stager.stage(schedule_batch([(TEXT, 2, 8)]))
+    world.forward_context = SimpleNamespace(forward_batch=SimpleNamespace(engram_staged_rows=staged))
+    graph.replay()
+    assert same(bits(out)[:6].copy(), by_the_book(served_once, TEXT, 2, 8)[14].copy())
+    assert not bits(out)[6:].any()
+
+
+def test_rows_are_those_of_sglangs_own_table(
+    monkeypatch: pytest.MonkeyPatch, fp8: Served, world: Any
+) -> None:
+    own = Model(fp8.checkpoint).engrams[0].embed
+    packed = torch.from_numpy(fp8.truth.oracle.packed(1, np.arange(own.rows)))
+    own.weight.weight_loader(own.weight, packed[:, :256].contiguous().view(torch.float8_e4m3fn))
+    own.scale.weight_loader(own.scale, packed[:, 256:].contiguous().view(torch.float8_e8m0fnu))
+    _plugged(monkeypatch, fp8)
+    ids = torch.from_numpy(fp8.truth.ids(TEXT))[:, 0]
+    assert torch.equal(
+        Model(fp8.checkpoint).engrams[0].embed(ids).view(torch.int16), own(ids).view(torch.int16)
+    )
+
+
+def test_scale_bytes_0_and_255_are_read_as_sglang_does(
+    monkeypatch: pytest.MonkeyPatch, fp8: Served, world: Any
+) -> None:
+    """2^-127 and NaN on a CPU. NaN is the canonical one here, and whichever torch makes there."""
+    own = Model(fp8.checkpoint).engrams[0].embed
+    ids = torch.arange(48).reshape(2, 24)
+    rows = np.random.default_rng(5).integers(0, 256, (2, 1, 24, 264), dtype=np.uint8)
+    rows[..., 256:] = np.array([0, 255, 1, 254, 127, 126, 0, 255], dtype=np.uint8)
+    flat = torch.from_numpy(rows.reshape(48, 264))
+    with torch.no_grad():
+        own.weight[:48] = flat[:, :256].contiguous().view(torch.float8_e4m3fn)
+        own.scale[:48] = flat[:, 256:].contiguous().view(torch.float8_e8m0fnu)
+    _plugged(monkeypatch, fp8)
+    monkeypatch.setattr(EngramClient, "_run", lambda *_: SimpleNamespace(values=rows.copy(), format="packed"))
+    found, expected = Model(fp8.checkpoint).engrams[0].embed(ids), own(ids)
+    assert torch.equal(found.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(found[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+def test_another_table_is_refused_when_the_model_is_made(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, fp8: Served, world: Any
+) -> None:
+    _plugged(monkeypatch, fp4)
+    model = Model(fp8.checkpoint)
+    with pytest.raises(MismatchError, match=r"table of layer 1 \(fp4 there\)"):
+        WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+
+
+def test_a_text_only_model_agrees_with_any_image_token(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint, image_token_id=None)
+    assert (
+        WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu")) is not None
+    )
+
+
+def test_the_embedding_holds_no_table(engram: Any, served_once: Served) -> None:
+    model = Model(served_once.checkpoint)
+    assert not list(model.engrams.parameters())
+    for module in model.engrams:
+        module.embed.finish_load(label="a layer")
+
+
+@pytest.fixture
+def hooks() -> Iterator[Any]:
+    """SGLang's own registry; what it replaced is put back."""
+    registry = WHEEL.load("sglang.srt.plugins.hook_registry").HookRegistry
+    kept = {
+        (module, name): getattr(module, name)
+        for module, name in (
+            (WHEEL.load(ENGRAM), "EngramEmbedding"),
+            (WHEEL.load(STAGING), "EngramEmbedding"),
+            (WHEEL.load(STAGING), "EngramRowStager"),
+            (sglang_world.DeepseekV4ForCausalLM, "load_weights"),
+            (sglang_world.Scheduler, "_add_request_to_queue"),
+        )
+    }
+    yield registry
+    registry.reset()
+    for (module, name), value in kept.items():
+        setattr(module, name, value)
+
+
+def test_register_does_nothing_unless_told_a_target(hooks: Any) -> None:
+    plugin.register()
+    assert not hooks._hooks
+
+
+def test_sglang_applies_what_register_asks_for(
+    monkeypatch: pytest.MonkeyPatch, hooks: Any, fp4: Served, world: Any
+) -> None:
+    monkeypatch.setenv("ENGRAM_SERVER_TARGET", fp4.target)
+    plugin.register()
+    hooks.apply_hooks()
+    assert len(hooks._patched) == 4
+    model = Model(fp4.checkpoint)
+    assert not list(model.engrams.parameters())
+    names = ["layers.1.engram.embed.weight", "layers.1.engram.embed.scale", "embed.weight"]
+    loaded = sglang_world.DeepseekV4ForCausalLM().load_weights((name, None) for name in names)
+    assert loaded == {"embed.weight"}
+    scheduler, before = sglang_world.Scheduler(), fp4.cached_bytes()
+    request = SimpleNamespace(origin_input_ids=[PAD_SHIFT + 3, *range(3000, 3300)])
+    scheduler._add_request_to_queue(request)
+    assert scheduler.queued == [request]
+    until(lambda: fp4.cached_bytes() > before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WAIT_S", "soon"), ("PIN", "1=abc")])
+def test_settings_in_error_stop_the_engine(
+    monkeypatch: pytest.MonkeyPatch, hooks: Any, name: str, value: str
+) -> None:
+    """SGLang would log a ValueError and fill its memory with tables."""
+    monkeypatch.setenv("ENGRAM_SERVER_TARGET", "127.0.0.1:50051")
+    monkeypatch.setenv(f"ENGRAM_SERVER_{name}", value)
+    with pytest.raises(SystemExit, match=f"ENGRAM_SERVER_{name}"):
+        plugin.register()
