@@ -76,7 +76,8 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in self._stubbed or name.rpartition(".")[2][0].isupper():
+        package, _, below = name.partition(".")
+        if package not in self._stubbed or below.rpartition(".")[2][:1].isupper():
             return None  # a class is no module
         if name in self._real:
             file = source(name)
