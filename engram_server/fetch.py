@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server import lookup, prefetch, wire
@@ -35,6 +37,14 @@ class Admission:
     rows: int
     """Counted against Limits.pending_rows."""
     terms: Terms
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """A block that the cache had all rows of."""
+
+    payload: memoryview
+    stats: lookup.BatchStats
 
 
 class Fetcher:
@@ -94,6 +104,22 @@ class Fetcher:
         """The same for a request whose rows are only to be read."""
         plan = partial(_plan_prefetch, message, self._memory)
         return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+
+    def hits(self, block: Block, format: _core.Format, terms: Terms) -> Hits | None:
+        """The payload of a small block whose rows are all in the cache; None: submit it.
+
+        It counts against no budget: hold one at a time. Raises DeadlinePassedError, and TableChangedError as
+        Memory.ensure_unwritten.
+        """
+        terms.left_s()
+        if block.payload_bytes > _SMALL_BYTES or self._converter is not None:
+            return None
+        payload = np.empty(block.payload_bytes, dtype=np.uint8)
+        stats = block.copy_hits(self._memory.engine, format, payload)
+        if stats is None:
+            return None
+        self._memory.ensure_unwritten()
+        return Hits(payload.data, stats)
 
     async def submit(self, block: Block, terms: Terms, *, patient: bool) -> _core.Batch:
         """Start reading a block.

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
+from engram_client._payload import CHUNKS, REPLIES, Reply
 from engram_client._proto import engram_pb2 as pb
 from engram_server import lookup, wire
 from engram_server.device import DeviceConverter
@@ -56,7 +57,8 @@ class EngramService:
         self._shared_memory = shared_memory
 
     def register(self, server: grpc.aio.Server) -> None:
-        """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests."""
+        """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests, and payloads
+        that are spliced into replies."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Describe": grpc.unary_unary_rpc_method_handler(
                 self.Describe,
@@ -66,12 +68,12 @@ class EngramService:
             "Lookup": grpc.unary_unary_rpc_method_handler(
                 self.Lookup,
                 request_deserializer=wire.parse_request,
-                response_serializer=pb.LookupReply.SerializeToString,
+                response_serializer=REPLIES.serialize,
             ),
             "LookupStream": grpc.stream_stream_rpc_method_handler(
                 self.LookupStream,
                 request_deserializer=wire.parse_request,
-                response_serializer=pb.LookupChunk.SerializeToString,
+                response_serializer=CHUNKS.serialize,
             ),
             "Prefetch": grpc.unary_unary_rpc_method_handler(
                 self.Prefetch,
@@ -85,7 +87,7 @@ class EngramService:
         """What is served, as of now."""
         return wire.describe(self._memory, self._limits, self.server_id, self._shared_memory)
 
-    async def Lookup(self, received: wire.Received, context: Context) -> pb.LookupReply:  # noqa: N802
+    async def Lookup(self, received: wire.Received, context: Context) -> Reply:  # noqa: N802
         """One request, one reply of bounded size."""
         try:
             request = wire.well_formed(received)
@@ -149,24 +151,28 @@ class EngramService:
         self._prefetcher.close()
         self._fetcher.close()
 
-    async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> pb.LookupReply:
+    async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> Reply:
         if plan.shape.payload_bytes > self._limits.unary_reply_bytes:
             raise InvalidRequestError(
                 f"the answer has {plan.shape.payload_bytes} bytes, over the "
                 f"{self._limits.unary_reply_bytes} that Lookup may send: use LookupStream"
             )
-        parts: list[bytes] = []
+        parts: list[bytes | memoryview] = []
         totals = lookup.NO_STATS
         for block in plan.blocks:
+            if hits := self._fetcher.hits(block, plan.shape.format, terms):
+                parts.append(hits.payload)
+                totals = lookup.add_stats(totals, hits.stats)
+                continue
             batch = await self._fetcher.submit(block, terms, patient=bool(parts))
             await self._fetcher.rows_read(batch, terms)
             parts.append(await self._fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
             totals = lookup.add_stats(totals, batch.stats)
         parts.extend(wire.inverse_bytes(plan))
-        return pb.LookupReply(
+        reply = pb.LookupReply(
             request_id=request_id,
             shape=wire.shape_message(plan),
-            payload=parts[0] if len(parts) == 1 else b"".join(parts),
             mask=wire.mask_bytes(plan.request),
             stats=wire.stats_message(plan, totals),
         )
+        return Reply(reply, parts[0] if len(parts) == 1 else b"".join(parts))

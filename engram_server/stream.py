@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from engram_client._payload import Chunk
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server import lookup, wire
-from engram_server.fetch import Admission, Fetcher
+from engram_server.fetch import Admission, Fetcher, Hits
 from engram_server.limits import Limits
 from engram_server.lookup import Plan
 from engram_server.status import status_of
@@ -32,7 +33,7 @@ class Answer:
         self.admission: Admission | None = None
         self._room = asyncio.Semaphore(_BLOCKS_AHEAD)
         self._abandoned = False
-        self._steps: asyncio.Queue[Plan | _core.Batch | Exception] = asyncio.Queue()
+        self._steps: asyncio.Queue[Plan | _core.Batch | Hits | Exception] = asyncio.Queue()
 
     @property
     def terms(self) -> Terms:
@@ -40,8 +41,9 @@ class Answer:
         assert self.admission is not None
         return self.admission.terms
 
-    def put(self, step: Plan | _core.Batch | Exception) -> None:
-        """From the reader: the plan, then a batch for each of its blocks; or an error, which ends it."""
+    def put(self, step: Plan | _core.Batch | Hits | Exception) -> None:
+        """From the reader: the plan, then a batch for each of its blocks, or its only block's hits; or an error, which
+        ends it."""
         self._steps.put_nowait(step)
 
     async def wait_for_room(self) -> bool:
@@ -64,13 +66,13 @@ class Answer:
         assert isinstance(step, Plan)
         return step
 
-    async def batch(self) -> _core.Batch:
+    async def block(self) -> _core.Batch | Hits:
         """For the sender, once per block. Raises the reader's error."""
         step = await self._next()
-        assert isinstance(step, _core.Batch)
+        assert not isinstance(step, Plan)
         return step
 
-    async def _next(self) -> Plan | _core.Batch:
+    async def _next(self) -> Plan | _core.Batch | Hits:
         step = await self._steps.get()
         if isinstance(step, Exception):
             try:
@@ -96,7 +98,7 @@ class ReplyStream:
         fetcher: Fetcher,
         limits: Limits,
         requests: AsyncIterator[wire.Received],
-        write: Callable[[pb.LookupChunk], Awaitable[None]],
+        write: Callable[[Chunk], Awaitable[None]],
         call_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
@@ -172,6 +174,11 @@ class ReplyStream:
         self._admitted.add(admission)
         plan = await self._fetcher.plan(request, admission)
         answer.put(plan)
+        # With nothing to be read, and no other reply in memory, there is nothing to work ahead of.
+        alone = self._unsent == 1 and len(plan.blocks) == 1
+        if alone and (hits := self._fetcher.hits(plan.blocks[0], plan.shape.format, admission.terms)):
+            answer.put(hits)
+            return
         for index, block in enumerate(plan.blocks):
             if not await answer.wait_for_room():
                 return
@@ -179,7 +186,7 @@ class ReplyStream:
             patient = index > 0 or self._unsent > 1
             answer.put(await self._fetcher.submit(block, admission.terms, patient=patient))
 
-    async def _write(self, chunk: pb.LookupChunk) -> None:
+    async def _write(self, chunk: Chunk) -> None:
         try:
             await self._transport_write(chunk)
         except Exception as error:
@@ -194,14 +201,18 @@ class ReplyStream:
             answer.abandon()
             code, text = status_of(error)
             failure = pb.Error(code=code.value[0], message=text)
-            await self._write(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure))
+            await self._write(Chunk(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure)))
 
     async def _reply(self, answer: Answer) -> None:
         plan = await answer.plan()
         terms, format = answer.terms, plan.shape.format
         sender = _ChunkSender(self._write, answer.request_id, plan)
         for block in plan.blocks:
-            batch = await answer.batch()
+            batch = await answer.block()
+            if isinstance(batch, Hits):
+                sender.add_stats(batch.stats)
+                await sender.send(batch.payload)
+                continue
             await self._fetcher.rows_read(batch, terms)
             sender.add_stats(batch.stats)
             for first, count in block.spans(self._chunk_bytes):
@@ -223,29 +234,29 @@ class _ChunkSender:
     """Sends the payload of one reply. The chunk that completes it is kept for the statistics, so that a small
     reply is one message."""
 
-    def __init__(
-        self, write: Callable[[pb.LookupChunk], Awaitable[None]], request_id: int, plan: Plan
-    ) -> None:
+    def __init__(self, write: Callable[[Chunk], Awaitable[None]], request_id: int, plan: Plan) -> None:
         self._write = write
         self._plan = plan
         self._totals = lookup.NO_STATS
         self._left = plan.shape.payload_bytes
-        self._chunk = pb.LookupChunk(
-            request_id=request_id, shape=wire.shape_message(plan), mask=wire.mask_bytes(plan.request)
+        self._chunk = Chunk(
+            pb.LookupChunk(
+                request_id=request_id, shape=wire.shape_message(plan), mask=wire.mask_bytes(plan.request)
+            )
         )
 
     def add_stats(self, stats: lookup.BatchStats) -> None:
         self._totals = lookup.add_stats(self._totals, stats)
 
-    async def send(self, payload: bytes) -> None:
+    async def send(self, payload: bytes | memoryview) -> None:
         self._left -= len(payload)
         self._chunk.payload = payload
         if self._left:
             await self._write(self._chunk)
-            self._chunk = pb.LookupChunk(request_id=self._chunk.request_id)
+            self._chunk = Chunk(pb.LookupChunk(request_id=self._chunk.message.request_id))
 
     async def end(self) -> None:
         assert self._left == 0
-        self._chunk.stats.CopyFrom(wire.stats_message(self._plan, self._totals))
-        self._chunk.last = True
+        self._chunk.message.stats.CopyFrom(wire.stats_message(self._plan, self._totals))
+        self._chunk.message.last = True
         await self._write(self._chunk)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
-from engram_client._channel import Identity, channel_options
+from engram_client._channel import Identity, channel_options, stub
 from engram_client._codec import Assembler, expect, must_stream, prefetched_from, request_message
 from engram_client._config import Limits, Retry, Timeouts
 from engram_client._description import Description, description_from
 from engram_client._errors import DeadlineError, EngramError, ProtocolError, UnavailableError, from_rpc
+from engram_client._payload import Chunk
 from engram_client._proto import engram_pb2 as pb
-from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_client._query import Query
 from engram_client._result import Lookup, Prefetched
 from engram_client._retry import Attempts
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class AsyncChunkCall(Protocol):
     """A stream call of gRPC, as far as it is used here."""
 
-    def __aiter__(self) -> AsyncIterator[pb.LookupChunk]: ...
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
     def cancel(self) -> object: ...
 
 
@@ -42,7 +42,7 @@ class AsyncConnection:
         self._identity = identity
         self._channel = grpc.aio.insecure_channel(target, options=channel_options(limits, timeouts))
         # The generated stub serves both kinds of channel; its types know the other one.
-        self._stub: Any = pb_grpc.EngramStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = stub(self._channel)
         self._description: Description | None = None
 
     async def describe(self, attempts: Attempts) -> Description:

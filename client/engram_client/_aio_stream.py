@@ -21,6 +21,7 @@ from engram_client._errors import (
     UnavailableError,
     from_rpc,
 )
+from engram_client._payload import Chunk
 from engram_client._proto import engram_pb2 as pb
 from engram_client._query import LookupMethods, Query
 from engram_client._result import Lookup
@@ -130,7 +131,7 @@ class AsyncLookupStream(LookupMethods["asyncio.Task[Lookup]"]):
             while self._flights:
                 self._land(error=failure)
 
-    def _take(self, chunk: pb.LookupChunk, line: _Line) -> bool:
+    def _take(self, chunk: Chunk, line: _Line) -> bool:
         """True when the chunk completed a reply."""
         if not self._flights:
             raise ProtocolError("a reply came that nothing asked for", target=line.target)

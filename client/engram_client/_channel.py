@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
+
 from engram_client._config import Limits, Timeouts
 from engram_client._description import Description
 from engram_client._errors import MismatchError
+from engram_client._payload import CHUNKS, REPLIES
+from engram_client._proto import engram_pb2 as pb
+from engram_client._proto import engram_pb2_grpc as pb_grpc
 
 
 def channel_options(limits: Limits, timeouts: Timeouts) -> list[tuple[str, int]]:
@@ -27,6 +34,16 @@ def channel_options(limits: Limits, timeouts: Timeouts) -> list[tuple[str, int]]
         # Clients must not share the back-off of another client's dead connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
+    """The methods of the service, where lookups answer with a Chunk or a Reply."""
+    methods: Any = pb_grpc.EngramStub(channel)  # type: ignore[no-untyped-call]
+    serialize = pb.LookupRequest.SerializeToString
+    name = f"/{pb.DESCRIPTOR.services_by_name['Engram'].full_name}/"
+    methods.Lookup = channel.unary_unary(f"{name}Lookup", serialize, REPLIES.parse)
+    methods.LookupStream = channel.stream_stream(f"{name}LookupStream", serialize, CHUNKS.parse)
+    return methods
 
 
 class Identity:

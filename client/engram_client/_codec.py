@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_client._config import Limits
-from engram_client._description import PROTOCOL_VERSION, Description
+from engram_client._description import PROTOCOL_VERSION, Description, table_pins
 from engram_client._errors import InvalidRequestError, ProtocolError, from_number
+from engram_client._payload import Chunk, Reply
 from engram_client._proto import engram_pb2 as pb
 from engram_client._query import BlockKeys, Query, RowKeys, TokenKeys
 from engram_client._result import Lookup, Prefetched, Stats, view_rows
@@ -163,9 +164,11 @@ def _timeout_ms(timeout_s: float | None) -> int:
 
 
 def _pins(query: Query, description: Description) -> pb.Pins:
-    tables = {layer: table.digest for layer, table in description.tables.items()}
-    tables.update(query.pin or {})
-    pins = pb.Pins(tables=[pb.TablePin(layer=layer, digest=digest) for layer, digest in tables.items()])
+    if query.pin:
+        digests = {layer: table.digest for layer, table in description.tables.items()} | dict(query.pin)
+        pins = pb.Pins(tables=table_pins(digests))
+    else:
+        pins = pb.Pins(tables=description.pins)
     if isinstance(query.keys, TokenKeys):
         pins.token_map, pins.hash = description.token_map_digest, description.hash_digest
     return pins
@@ -186,11 +189,12 @@ class Assembler:
         self._filled = 0
         self._mask = b""
 
-    def add(self, chunk: pb.LookupChunk) -> Lookup | None:
+    def add(self, spliced: Chunk) -> Lookup | None:
         """Take the next chunk of a stream; the finished result with the last one.
 
         Raises what the server reports for this request, or ProtocolError.
         """
+        chunk = spliced.message
         self._check_id(chunk.request_id)
         if chunk.HasField("error"):
             raise from_number(chunk.error.code, chunk.error.message, self._target)
@@ -198,14 +202,15 @@ class Assembler:
             raise self._wrong("the shape of a reply belongs in its first chunk, and there alone")
         if self._shape is None:
             self._begin(chunk.shape, chunk.mask)
-        self._fill(chunk.payload)
+        self._fill(spliced.payload)
         return self._end(chunk.stats) if chunk.last else None
 
-    def whole(self, reply: pb.LookupReply) -> Lookup:
+    def whole(self, spliced: Reply) -> Lookup:
         """Take a unary reply, which is all of it."""
+        reply = spliced.message
         self._check_id(reply.request_id)
         self._begin(reply.shape, reply.mask)
-        self._fill(reply.payload)
+        self._fill(spliced.payload)
         return self._end(reply.stats)
 
     def _check_id(self, request_id: int) -> None:
@@ -214,7 +219,7 @@ class Assembler:
                 f"a reply to request {request_id} came, but that to {self._request_id} was next"
             )
 
-    def _fill(self, payload: bytes) -> None:
+    def _fill(self, payload: bytes | memoryview) -> None:
         end = self._filled + len(payload)
         if end > len(self._payload):
             raise self._wrong(f"{end} bytes of payload came, but {len(self._payload)} were announced")

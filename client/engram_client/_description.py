@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from engram_client._errors import MismatchError
@@ -111,10 +112,20 @@ class Description:
     cache: CacheFacts
     shared_memory: SharedMemoryFacts | None = None
 
+    @cached_property
+    def pins(self) -> list[pb.TablePin]:
+        """The digests of all tables, as requests carry them."""
+        return table_pins({layer: table.digest for layer, table in self.tables.items()})
+
     def identity(self) -> dict[str, bytes]:
         """Everything that must be equal for two servers to answer alike, by name."""
         digests = {f"table of layer {layer}": table.digest for layer, table in self.tables.items()}
         return {**digests, "token map": self.token_map_digest, "hash": self.hash_digest}
+
+
+def table_pins(digests: Mapping[int, bytes]) -> list[pb.TablePin]:
+    """Digests by layer as a message."""
+    return [pb.TablePin(layer=layer, digest=digest) for layer, digest in digests.items()]
 
 
 def description_from(reply: pb.DescribeReply, target: str) -> Description:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
-from engram_client._channel import Identity, channel_options
+from engram_client._channel import Identity, channel_options, stub
 from engram_client._codec import Assembler, Expected, expect, must_stream, prefetched_from, request_message
 from engram_client._config import Limits, Retry, SharedMemory, Timeouts
 from engram_client._description import Description, description_from
@@ -21,8 +21,8 @@ from engram_client._errors import (
     UnavailableError,
     from_rpc,
 )
+from engram_client._payload import Chunk
 from engram_client._proto import engram_pb2 as pb
-from engram_client._proto import engram_pb2_grpc as pb_grpc
 from engram_client._query import Query
 from engram_client._result import Lookup, Prefetched
 from engram_client._retry import Attempts
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class ChunkCall(Protocol):
     """A stream call of gRPC, as far as it is used here."""
 
-    def __iter__(self) -> Iterator[pb.LookupChunk]: ...
+    def __iter__(self) -> Iterator[Chunk]: ...
     def cancel(self) -> object: ...
 
 
@@ -55,7 +55,7 @@ class Connection:
         self._limits = limits
         self._identity = identity
         self._channel = grpc.insecure_channel(target, options=channel_options(limits, timeouts))
-        self._stub: Any = pb_grpc.EngramStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = stub(self._channel)
         self._description: Description | None = None
 
     def describe(self, attempts: Attempts) -> Description:
