@@ -10,11 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engram_server import __version__
 from engram_server.cli_store import add_convert, add_verify
+from engram_server.config import ConfigError, Configurable, as_toml
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
 FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
@@ -127,10 +129,22 @@ def _hash(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _config(serving: Configurable, options: argparse.Namespace) -> int:
+    for line in as_toml("serve", serving.resolve(options)):
+        print(line)
+    return 0
+
+
+def _serve(serving: Configurable, options: argparse.Namespace) -> int:
     from engram_server.server import ServeOptions, serve
     from engram_server.shared_memory import SharedMemoryOptions
 
+    serving.resolve(options)
+    if options.path is None:
+        raise ConfigError(
+            "there is no PATH to serve: name it on the command line, in ENGRAM_SERVE_PATH, or as `path` in the file "
+            "of --config"
+        )
     shared_memory = SharedMemoryOptions(
         socket={"auto": "auto", "off": None}.get(options.shm, Path(options.shm)),
         clients=options.shm_clients,
@@ -240,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(command)
     _add_hash(command)
     _add_serve(command)
+    _add_config(command)
     _add_warm(command)
     _add_lookup(command)
     _add_doctor(command)
@@ -317,14 +332,33 @@ Answers lookups over gRPC (engram.v1.Engram, with health and reflection) until S
 says when it is ready, where, and how it reads.
 
   engram-server serve /models/DeepSeek-V4.1-Flash
-  engram-server serve /models/DeepSeek-V4.1-Flash --listen 0.0.0.0:50051 --uds /run/engram.sock"""
+  engram-server serve /models/DeepSeek-V4.1-Flash --listen 0.0.0.0:50051 --uds /run/engram.sock
+  engram-server serve --config /etc/engram-server.toml"""
 
 
 def _add_serve(command: Callable[..., Any]) -> None:
     sub = command("serve", _serve, "serve the tables of a checkpoint or packed store", _SERVE)
+    sub.set_defaults(run=partial(_serve, _add_serving(sub)))
+
+
+_CONFIG = """\
+Takes what `serve` takes and prints what it would serve with: every option, its value, and where that came from. What
+it prints is a file for --config.
+
+  engram-server config --cache-bytes 16GiB
+  ENGRAM_SERVE_CACHE_BYTES=16GiB engram-server config --config /etc/engram-server.toml"""
+
+
+def _add_config(command: Callable[..., Any]) -> None:
+    sub = command("config", _config, "show the configuration of `serve`", _CONFIG)
+    sub.set_defaults(run=partial(_config, _add_serving(sub)))
+
+
+def _add_serving(sub: Any) -> Configurable:
     sub.add_argument(
         "path",
         type=Path,
+        nargs="?",
         metavar="PATH",
         help="packed store, checkpoint directory, or one shard beside its config.json",
     )
@@ -355,6 +389,7 @@ def _add_serve(command: Callable[..., Any]) -> None:
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
+    return Configurable(sub, "serve")
 
 
 def _add_shared_memory(sub: Any) -> None:
@@ -511,10 +546,10 @@ def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
     )
     group.add_argument(
         "--bulk-depth",
-        type=_positive,
+        type=_count,
         default=0,
         metavar="N",
-        help="of these, what bulk requests may hold, so that decode steps find room (three quarters)",
+        help="of these, what bulk requests may hold, so that decode steps find room (0: three quarters)",
     )
     group.add_argument(
         "--io-threads",
