@@ -160,6 +160,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             memory=_memory_options(options),
             shared_memory=shared_memory,
             grace_s=options.grace_s,
+            metrics=None if options.metrics == "none" else options.metrics,
             device=options.device,
         )
     )
@@ -371,6 +372,12 @@ def _add_serving(sub: Any) -> Configurable:
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
         "--grace-s", type=_seconds, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+    )
+    sub.add_argument(
+        "--metrics",
+        default="none",
+        metavar="HOST:PORT",
+        help="show /metrics for Prometheus, /healthz and /readyz at this address, such as 127.0.0.1:9464 (none)",
     )
     sub.add_argument(
         "--device",

@@ -111,11 +111,10 @@ class Fetcher:
         It counts against no budget: hold one at a time. Raises DeadlinePassedError, and TableChangedError as
         Memory.ensure_unwritten.
         """
-        terms.left_s()
         if block.payload_bytes > _SMALL_BYTES or self._converter is not None:
             return None
         payload = np.empty(block.payload_bytes, dtype=np.uint8)
-        stats = block.copy_hits(self._memory.engine, format, payload)
+        stats = block.copy_hits(self._memory.engine, terms, format, payload)
         if stats is None:
             return None
         self._memory.ensure_unwritten()

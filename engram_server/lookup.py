@@ -165,12 +165,18 @@ class Block:
         )
 
     def copy_hits(
-        self, engine: _core.Engine, format: _core.Format, out: NDArray[np.uint8]
+        self, engine: _core.Engine, terms: Terms, format: _core.Format, out: NDArray[np.uint8]
     ) -> BatchStats | None:
-        """All items into out, uint8[payload_bytes], if the cache has them all; None: submit the block."""
+        """All items into out, uint8[payload_bytes], if the cache has them all; None: submit the block.
+
+        Raises DeadlinePassedError.
+        """
+        terms.left_s()
         if self.picks is not None:
             return None
-        return engine.copy_hits(self.keys, format, out, group=self.group, columns=self.columns)
+        return engine.copy_hits(
+            self.keys, format, out, group=self.group, columns=self.columns, lane=terms.lane
+        )
 
     def payload(self, batch: _core.Batch, first: int, count: int, format: _core.Format) -> bytes:
         """Items first .. first + count - 1 of a batch that is done. Raises RowError."""

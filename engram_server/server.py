@@ -23,8 +23,10 @@ from grpc_reflection.v1alpha import reflection
 import engram_server
 from engram_server.device import DeviceConverter, check_name, open_converter
 from engram_server.hotset_keeper import HotSetKeeper
+from engram_server.http import HttpServer
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
+from engram_server.metrics import MemoryCollector, ServerMetrics
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
@@ -36,6 +38,8 @@ DEFAULT_LISTEN = "127.0.0.1:50051"
 _WATCH_S = 1.0
 """Between two looks at the table files."""
 _LOAD_POLL_S = 0.2
+_STILL_S = 30.0
+"""An event loop that has not run for so long will not run again."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class ServeOptions:
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
+    metrics: str | None = None
+    """HOST:PORT for /metrics, /healthz and /readyz over HTTP; port 0 takes a free one. None: none."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -91,8 +97,9 @@ async def _serve(
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        unhealthy = _Unhealthy(status)
-        service = EngramService(memory, options.limits, unhealthy.report, converter)
+        metrics = ServerMetrics(memory)
+        health_state = _Health(status, metrics.server)
+        service = EngramService(memory, options.limits, health_state.damaged, converter, metrics.lookups)
         closing.callback(service.close)
         service.register(server)
 
@@ -108,11 +115,18 @@ async def _serve(
         if channel is not None:
             closing.callback(channel.close)
             service.advertise(channel.info())
+            metrics.server.channel = channel
+        http = None
+        if options.metrics is not None:
+            http = HttpServer(
+                options.metrics, metrics.registry, health_state.not_alive, health_state.not_ready
+            )
+            closing.callback(http.close)
         await server.start()
-        await _set_health(status, health_pb2.HealthCheckResponse.SERVING)
-        print(_ready_line(options, memory, addresses, channel), flush=True)
+        await health_state.serving()
+        print(_ready_line(options, memory, addresses, channel, http), flush=True)
         loading = asyncio.create_task(_log_loading(memory))
-        watching = asyncio.create_task(_watch(memory, channel, unhealthy))
+        watching = asyncio.create_task(_watch(memory, channel, health_state))
         for task in (loading, watching):
             closing.callback(task.cancel)
         if keeper is not None:
@@ -121,7 +135,7 @@ async def _serve(
         await stop.wait()
         log.info("draining: calls under way have %.0f s to finish", options.grace_s)
         stop.clear()
-        await status.enter_graceful_shutdown()
+        await health_state.draining()
         service.drain()
         drained = asyncio.create_task(_drained(server, channel, options.grace_s))
         impatient = asyncio.create_task(stop.wait())
@@ -167,32 +181,65 @@ async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None,
     await stopped
 
 
-async def _watch(memory: Memory, channel: SharedMemoryChannel | None, unhealthy: _Unhealthy) -> None:
+async def _watch(memory: Memory, channel: SharedMemoryChannel | None, health_state: _Health) -> None:
     """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw."""
     while True:
+        health_state.beat()
         damage = "" if channel is None else channel.look()
         if change := memory.reader.change() or damage:
-            unhealthy.report(change)
+            health_state.damaged(change)
         await asyncio.sleep(_WATCH_S)
 
 
-async def _set_health(status: health.aio.HealthServicer, state: int) -> None:
+async def _set_status(status: health.aio.HealthServicer, state: int) -> None:
     for service in (health.OVERALL_HEALTH, SERVICE_NAME):
         await status.set(service, state)
 
 
-class _Unhealthy:
-    """Tells health checks that a table can no longer be trusted to be whole. Lookups go on failing closed."""
+class _Health:
+    """What gRPC's health service, HTTP's probes and `engram_ready` say."""
 
-    def __init__(self, status: health.aio.HealthServicer) -> None:
+    def __init__(self, status: health.aio.HealthServicer, collector: MemoryCollector) -> None:
         self._status = status
-        self._task: asyncio.Task[None] | None = None
+        self._collector = collector
+        self._trouble = "it is starting"
+        self._damaged: asyncio.Task[None] | None = None
+        self._beat = time.monotonic()
 
-    def report(self, sentence: str) -> None:
-        if self._task is None:
+    async def serving(self) -> None:
+        """Tables are open, a row was read, addresses are bound."""
+        await _set_status(self._status, health_pb2.HealthCheckResponse.SERVING)
+        self._say("")
+
+    async def draining(self) -> None:
+        """No new requests, please."""
+        self._say("it is shutting down")
+        await self._status.enter_graceful_shutdown()
+
+    def damaged(self, sentence: str) -> None:
+        """A table can no longer be trusted to be whole. Lookups go on failing closed."""
+        if self._damaged is None:
             log.critical("health is NOT_SERVING from now on, restart with a whole table: %s", sentence)
             state = health_pb2.HealthCheckResponse.NOT_SERVING
-            self._task = asyncio.create_task(_set_health(self._status, state))
+            self._damaged = asyncio.create_task(_set_status(self._status, state))
+            self._say(sentence)
+
+    def beat(self) -> None:
+        """The event loop runs."""
+        self._beat = time.monotonic()
+
+    def not_ready(self) -> str:
+        """Why no lookups should come; from any thread."""
+        return self._trouble
+
+    def not_alive(self) -> str:
+        """Why only a restart helps; from any thread."""
+        still_s = time.monotonic() - self._beat
+        return f"its event loop has not run for {still_s:.0f} s" if still_s > _STILL_S else ""
+
+    def _say(self, trouble: str) -> None:
+        self._trouble = trouble
+        self._collector.ready = not trouble
 
 
 # ------------------------------------------------------------------------------------------------- binding
@@ -263,7 +310,11 @@ def _port_of(options: ServeOptions, addresses: list[str]) -> int | None:
 
 
 def _ready_line(
-    options: ServeOptions, memory: Memory, addresses: list[str], channel: SharedMemoryChannel | None
+    options: ServeOptions,
+    memory: Memory,
+    addresses: list[str],
+    channel: SharedMemoryChannel | None,
+    http: HttpServer | None,
 ) -> str:
     tables = ", ".join(
         f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
@@ -277,4 +328,5 @@ def _ready_line(
         f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
         + ("tables load into memory" if memory.options.resident else kept)
         + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
+        + ("" if http is None else f"; metrics at http://{http.address}/metrics")
     )

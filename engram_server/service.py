@@ -7,6 +7,7 @@ Whatever goes wrong fails that request alone, with a status that tells the calle
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 import grpc
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from engram_client._payload import CHUNKS, REPLIES, Reply
 from engram_client._proto import engram_pb2 as pb
@@ -23,6 +25,7 @@ from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
+from engram_server.metrics import LookupMetrics
 from engram_server.prefetch import Prefetcher
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
@@ -42,11 +45,13 @@ class EngramService:
         limits: Limits,
         on_damage: Callable[[str], None],
         converter: DeviceConverter | None = None,
+        metrics: LookupMetrics | None = None,
     ) -> None:
-        """As Fetcher."""
+        """As Fetcher; metrics: where lookups are counted."""
         self._memory = memory
         self._limits = limits
         self._fetcher = Fetcher(memory, limits, on_damage, converter)
+        self._metrics = metrics or LookupMetrics(CollectorRegistry())
         self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
         self.server_id = secrets.token_hex(16)
         self._shared_memory: pb.SharedMemoryInfo | None = None
@@ -89,16 +94,21 @@ class EngramService:
 
     async def Lookup(self, received: wire.Received, context: Context) -> Reply:  # noqa: N802
         """One request, one reply of bounded size."""
+        began = time.perf_counter()
+        meter = self._metrics.of(context.peer())
         try:
             request = wire.well_formed(received)
             admission = self._fetcher.admit(request, context.time_remaining())
             try:
                 plan = await self._fetcher.plan(request, admission)
-                return await self._reply(request.request_id, plan, admission.terms)
+                reply = await self._reply(request.request_id, plan, admission.terms)
             finally:
                 self._fetcher.release(admission)
+            meter.done(admission.terms, plan.shape.format, began)
+            return reply
         except Exception as error:
             code, text = status_of(error)
+            meter.failed(code)
         await context.abort(code, text)
         raise AssertionError("abort raises")
 
@@ -107,7 +117,12 @@ class EngramService:
     ) -> None:
         """Many requests, their replies in order and in chunks."""
         stream = ReplyStream(
-            self._fetcher, self._limits, requests, context.write, call_left_s=context.time_remaining
+            self._fetcher,
+            self._limits,
+            requests,
+            context.write,
+            self._metrics.of(context.peer()),
+            call_left_s=context.time_remaining,
         )
         self._streams.add(stream)
         try:

@@ -9,6 +9,7 @@ engine's budget never wait for each other.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from engram_client._payload import Chunk
@@ -18,6 +19,7 @@ from engram_server import lookup, wire
 from engram_server.fetch import Admission, Fetcher, Hits
 from engram_server.limits import Limits
 from engram_server.lookup import Plan
+from engram_server.metrics import LookupMeter
 from engram_server.status import status_of
 from engram_server.terms import Terms
 
@@ -30,6 +32,7 @@ class Answer:
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
+        self.began = time.perf_counter()
         self.admission: Admission | None = None
         self._room = asyncio.Semaphore(_BLOCKS_AHEAD)
         self._abandoned = False
@@ -99,14 +102,17 @@ class ReplyStream:
         limits: Limits,
         requests: AsyncIterator[wire.Received],
         write: Callable[[Chunk], Awaitable[None]],
+        meter: LookupMeter,
         call_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
-        exception, when the client is gone. call_left_s: seconds until the deadline of the call, None = none."""
+        exception, when the client is gone. meter counts the replies. call_left_s: seconds until the deadline of the
+        call, None = none."""
         self._fetcher = fetcher
         self._chunk_bytes = limits.chunk_bytes
         self._requests = requests
         self._transport_write = write
+        self._meter = meter
         self._call_left_s = call_left_s
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
@@ -200,6 +206,7 @@ class ReplyStream:
         except Exception as error:
             answer.abandon()
             code, text = status_of(error)
+            self._meter.failed(code)
             failure = pb.Error(code=code.value[0], message=text)
             await self._write(Chunk(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure)))
 
@@ -223,6 +230,7 @@ class ReplyStream:
             for first in range(0, len(inverse), self._chunk_bytes):
                 await sender.send(inverse[first : first + self._chunk_bytes])
         await sender.end()
+        self._meter.done(terms, format, answer.began)
 
     def _release(self, admission: Admission | None) -> None:
         if admission is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth, same
 
@@ -28,6 +29,7 @@ from engram_kernels import _core
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
+from engram_server.metrics import LookupMetrics
 from engram_server.stream import ReplyStream
 
 BULK_TOKENS = 20_000
@@ -98,6 +100,9 @@ def test_reads_of_dropped_batches_are_given_up(fp4_checkpoint: Path, backend: An
         assert batch.gather(0, 2, _core.Format.PACKED) == expected
 
 
+METER = LookupMetrics(CollectorRegistry()).of("")
+
+
 def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpoint: Path) -> None:
     """Its rows are in the budget of all: they cannot wait until a collection happens to run."""
     limits = Limits(block_bytes=400_000, chunk_bytes=100_000)
@@ -115,7 +120,7 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
             stalled.set()
             await asyncio.Event().wait()  # a client that takes nothing
 
-        stream = asyncio.create_task(ReplyStream(fetcher, limits, requests(), write).run())
+        stream = asyncio.create_task(ReplyStream(fetcher, limits, requests(), write, METER).run())
         await stalled.wait()
         assert memory.engine.in_flight_bytes() > 0
         stream.cancel()

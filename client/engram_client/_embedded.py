@@ -130,8 +130,7 @@ class EngramMemory(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
             batch = ahead
             ahead = None
             if batch is None:
-                terms.left_s()
-                stats = block.copy_hits(self._memory.engine, plan.shape.format, payload[filled:end])
+                stats = block.copy_hits(self._memory.engine, terms, plan.shape.format, payload[filled:end])
                 if stats is not None:
                     self._memory.ensure_unwritten()
                     totals = lookup.add_stats(totals, stats)

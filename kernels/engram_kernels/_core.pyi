@@ -136,7 +136,15 @@ class Reader:
     @property
     def files(self) -> list[FileInfo]: ...
     def counters(self) -> dict[str, int]:
-        """Totals since start: reads, read_bytes, needed_bytes, short_reads, retries, errors."""
+        """Totals since start: reads, read_bytes, needed_bytes, short_reads, retries, errors; truncated, of these."""
+    def in_flight(self, file: int) -> int:
+        """Reads in flight on the device that holds a file."""
+    def read_latencies(self) -> list[tuple[int, int, Lane, list[int], int]]:
+        """(file, table, lane, counts, sum in ns) of what was read: how long reads of a table (its place among those of
+        an engine; -1: of none) in one file took, from submission to completion. Counts are for LATENCY_BOUNDS_US, each
+        without those of smaller bounds, and above the last."""
+    def queue_latency(self, lane: Lane) -> tuple[list[int], int]:
+        """(counts, sum in ns): how long reads of a lane waited to be submitted."""
     def change(self) -> str:
         """What has happened to a file since it was opened (it was written to, or has another size); "" = nothing. A
         file that was replaced by another of its name is still the one that was opened."""
@@ -153,6 +161,9 @@ class Reader:
         ValueError for a file, length or offset that none can have, RuntimeError once closed or forked.
         """
     def close(self) -> None: ...
+
+LATENCY_BOUNDS_US: tuple[int, ...]
+"""Upper bounds of the buckets of a latency, inclusive."""
 
 ERROR_TRUNCATED: int
 """The file ends inside the bytes asked for."""
@@ -281,9 +292,10 @@ class Engine:
         *,
         group: int = 1,
         columns: tuple[int, int] | None = None,
+        lane: Lane = ...,
     ) -> tuple[int, int, int, int, int, int, int] | None:
         """Rows that are all in the cache, copied as they are looked up: what a batch would give, and faster.
-        keys, group, columns as submit; out: uint8, written as [n, L, columns, row].
+        keys, group, columns as submit; lane: what it is counted under; out: uint8, written as [n, L, columns, row].
 
         Returns stats as Batch.stats; None when it takes a batch, and then some of out may have been written.
         Raises ValueError when out has another size than these rows, or layers have no row size in common.
@@ -310,6 +322,11 @@ class Engine:
         """What the cache holds of a layer: rows of the group (8 or 1) [n], row ids [n, 8], mask of the rows held
         [n], heat 0..3 [n]."""
     def in_flight_bytes(self) -> int: ...
+    def totals(self, lane: Lane) -> tuple[int, int, int, int, int, int, int]:
+        """Batch.stats of all batches and hits of a lane since the start, those that failed included."""
+    @property
+    def checksum_errors(self) -> int:
+        """Records read that are not the row they should be."""
     def close(self) -> None:
         """Wait for reads in flight and stop the threads."""
 

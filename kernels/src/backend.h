@@ -22,16 +22,21 @@ struct ReadCounters {
   std::atomic<std::uint64_t> needed_bytes{0};  // that items wanted
   std::atomic<std::uint64_t> short_reads{0};
   std::atomic<std::uint64_t> retries{0};
-  std::atomic<std::uint64_t> errors{0};  // items that failed
+  std::atomic<std::uint64_t> errors{0};     // items that failed
+  std::atomic<std::uint64_t> truncated{0};  // of these: the file ends before they do
 };
 
 // Shared by the threads of a reader. Outlives every backend.
 struct ReadContext {
   ReadContext(std::vector<DataFile> opened, unsigned depth, unsigned bulk_depth)
-      : files(std::move(opened)), devices(files, depth, bulk_depth), queue(devices) {}
+      : files(std::move(opened)),
+        devices(files, depth, bulk_depth),
+        metrics(files.size()),
+        queue(devices, metrics) {}
 
   std::vector<DataFile> files;
   Devices devices;
+  ReadMetrics metrics;
   ReadQueue queue;
   ReadCounters counters;
 };
@@ -89,23 +94,31 @@ struct RingProbe {
 };
 RingProbe probe_ring();
 
+// What every read that ends is counted by. `now`: when it ended.
+inline void count_end(ReadContext& context, const Claimed& claimed, std::int32_t error,
+                      std::int64_t now) {
+  const Read& read = claimed.read;
+  context.metrics.device(read.file, read.table, claimed.lane).add(now - claimed.claimed_ns);
+  if (error != 0) context.counters.errors.fetch_add(1, std::memory_order_relaxed);
+  if (error == kErrorTruncated) context.counters.truncated.fetch_add(1, std::memory_order_relaxed);
+  context.queue.ended(claimed);
+}
+
 // Ends a read whose bytes lie in `buffer` as `progress` says.
 inline void finish_read(ReadContext& context, const Claimed& claimed, const ReadProgress& progress,
-                        const std::byte* buffer) {
+                        const std::byte* buffer, std::int64_t now) {
   ReadCounters& counters = context.counters;
   constexpr auto relaxed = std::memory_order_relaxed;
   counters.needed_bytes.fetch_add(claimed.read.length, relaxed);
   if (progress.was_short()) counters.short_reads.fetch_add(1, relaxed);
   if (progress.retries() != 0) counters.retries.fetch_add(progress.retries(), relaxed);
-  if (progress.error() != 0) counters.errors.fetch_add(1, relaxed);
-  context.queue.ended(claimed);
+  count_end(context, claimed, progress.error(), now);
   claimed.source->ended(claimed.read, progress.error(), buffer + progress.head());
 }
 
 // The same for a read that cannot be made.
 inline void fail_read(ReadContext& context, const Claimed& claimed, std::int32_t error) {
-  context.counters.errors.fetch_add(1, std::memory_order_relaxed);
-  context.queue.ended(claimed);
+  count_end(context, claimed, error, now_ns());
   claimed.source->ended(claimed.read, error, nullptr);
 }
 

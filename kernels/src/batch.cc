@@ -153,14 +153,16 @@ Read Batch::read_of(const Miss& miss, unsigned row, unsigned part) const {
     const RecordFormat format = RecordFormat::of(table.kind);
     return {.offset = copy.pages->offset + format.offset_of(key.ids[row]),
             .file = copy.pages->file,
-            .length = static_cast<std::uint32_t>(format.record_bytes),
+            .length = static_cast<std::uint16_t>(format.record_bytes),
+            .table = key.table,
             .tag = tag};
   }
   const Plane& plane = part == kCodes ? copy.planes.codes : copy.planes.scales;
   return {
       .offset = plane.offset + key.ids[row] * plane.stride,
       .file = plane.file,
-      .length = static_cast<std::uint32_t>(part == kCodes ? code_bytes(table.kind) : kScaleBytes),
+      .length = static_cast<std::uint16_t>(part == kCodes ? code_bytes(table.kind) : kScaleBytes),
+      .table = key.table,
       .tag = tag};
 }
 
@@ -168,6 +170,7 @@ void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) 
   Miss& miss = miss_of(read.tag);
   const auto row = static_cast<unsigned>(read.tag & 7);
   if (error == 0) error = keep(miss, row, static_cast<unsigned>(read.tag >> 3 & 7), read, bytes);
+  if (error == kErrorChecksum) shared_->checksum_errors.fetch_add(1, std::memory_order_relaxed);
   if (error != 0) {
     TableState& state = shared_->tables[groups_[miss.group].key.table];
     state.failed[miss.copy].store(true, std::memory_order_relaxed);
@@ -254,6 +257,7 @@ void Batch::part_done() {
 // On the thread that ended the last part.
 void Batch::finish() {
   find_failure();
+  shared_->totals_of(lane_).add(stats_);
   misses_.clear();
   to_read_ = std::vector<Miss*>();
   release_work();

@@ -53,6 +53,24 @@ struct BatchStats {
   std::uint64_t groups = 0;  // distinct ones
 };
 
+// The same of all batches of a lane since the start, failed ones too.
+struct LaneTotals {
+  std::array<std::atomic<std::uint64_t>, 7> fields{};  // as in BatchStats
+
+  void add(const BatchStats& stats) {
+    const std::array<std::uint64_t, 7> values{stats.rows,   stats.distinct, stats.cached,
+                                              stats.joined, stats.reads,    stats.read_bytes,
+                                              stats.groups};
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      fields[i].fetch_add(values[i], std::memory_order_relaxed);
+    }
+  }
+  BatchStats sum() const {
+    return {fields[0].load(), fields[1].load(), fields[2].load(), fields[3].load(),
+            fields[4].load(), fields[5].load(), fields[6].load()};
+  }
+};
+
 // What batches and their engine share; outlives both.
 struct EngineShared {
   EngineShared(std::vector<Table> tables, std::uint64_t budget_bytes, std::uint64_t cache_bytes);
@@ -62,6 +80,10 @@ struct EngineShared {
   const std::uint64_t budget_bytes;
   std::unique_ptr<RowCache> cache;  // null: none
   std::atomic<std::uint64_t> in_flight_bytes{0};
+  std::array<LaneTotals, kLanes> totals;
+  std::atomic<std::uint64_t> checksum_errors{0};  // of rows read
+
+  LaneTotals& totals_of(Lane lane) { return totals[static_cast<std::size_t>(lane)]; }
 
   std::mutex mutex;
   std::condition_variable idle;

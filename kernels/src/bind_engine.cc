@@ -94,9 +94,10 @@ void check_out(const Out& out, std::size_t bytes) {
 }
 
 nb::object copy_hits(Engine& engine, const Keys& keys, Format format, const Out& out,
-                     std::size_t group, const ColumnRange& columns) {
+                     std::size_t group, const ColumnRange& columns, Lane lane) {
   const std::vector<LayerKeys> layers = layer_keys(keys);
-  const Order order = order_of(keys, group, columns);
+  Order order = order_of(keys, group, columns);
+  order.lane = lane;
   check_out(out, engine.gathered_bytes(layers, order, format));
   std::optional<BatchStats> stats;
   {
@@ -313,7 +314,7 @@ void bind_engine(nb::module_& m) {
            nb::arg("deadline_s") = nb::none())
       .def("copy_hits", &copy_hits, nb::arg("keys").noconvert(), nb::arg("format"),
            nb::arg("out").noconvert(), nb::kw_only(), nb::arg("group") = 1,
-           nb::arg("columns") = nb::none())
+           nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode)
       .def("populate_cache", &Engine::populate_cache)
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
       .def("load_resident", &Engine::load_resident, nb::arg("layer"))
@@ -332,6 +333,11 @@ void bind_engine(nb::module_& m) {
       .def("cache_stats", &cache_stats)
       .def("cached_groups", &cached_groups, nb::arg("layer"))
       .def("in_flight_bytes", &Engine::in_flight_bytes)
+      .def(
+          "totals",
+          [](const Engine& engine, Lane lane) { return stats_tuple(engine.totals(lane)); },
+          nb::arg("lane"))
+      .def_prop_ro("checksum_errors", &Engine::checksum_errors)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

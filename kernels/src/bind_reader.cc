@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <system_error>
 
 #include "arrays.h"
@@ -44,7 +45,35 @@ nb::dict counters(const Reader& reader) {
   to["short_reads"] = from.short_reads.load();
   to["retries"] = from.retries.load();
   to["errors"] = from.errors.load();
+  to["truncated"] = from.truncated.load();
   return to;
+}
+
+nb::tuple histogram(const Histogram& from) {
+  nb::list counts;
+  for (const std::uint64_t count : from.counts()) counts.append(count);
+  return nb::make_tuple(counts, from.sum_ns());
+}
+
+bool is_empty(const Histogram& histogram) {
+  const auto counts = histogram.counts();
+  return std::ranges::all_of(counts, [](std::uint64_t count) { return count == 0; });
+}
+
+// (file, table or -1, lane, counts, sum in ns) of all that has been read.
+nb::list read_latencies(const Reader& reader) {
+  nb::list all;
+  for (std::uint32_t file = 0; file < reader.files().size(); ++file) {
+    for (std::uint16_t table = 0; table < ReadMetrics::kTables; ++table) {
+      for (const Lane lane : kAllLanes) {
+        const Histogram& from = reader.metrics().device(file, table, lane);
+        if (is_empty(from)) continue;
+        const int known = table == ReadMetrics::kTables - 1 ? -1 : table;
+        all.append(nb::make_tuple(file, known, lane) + histogram(from));
+      }
+    }
+  }
+  return all;
 }
 
 using Bytes2 = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -140,11 +169,20 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("bulk_depth", &Reader::bulk_depth)
       .def_prop_ro("files", &file_infos)
       .def("counters", &counters)
+      .def("in_flight", &Reader::in_flight, nb::arg("file"))
+      .def("read_latencies", &read_latencies)
+      .def(
+          "queue_latency",
+          [](const Reader& r, Lane lane) { return histogram(r.metrics().queued(lane)); },
+          nb::arg("lane"))
       .def("change", &Reader::change)
       .def("read", &read_items, nb::arg("file").noconvert(), nb::arg("offset").noconvert(),
            nb::arg("length").noconvert(), nb::arg("out").noconvert())
       .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());
 
+  nb::tuple bounds = nb::tuple(nb::cast(
+      std::vector<std::int64_t>(Histogram::kBoundsUs.begin(), Histogram::kBoundsUs.end())));
+  m.attr("LATENCY_BOUNDS_US") = bounds;
   m.attr("ERROR_TRUNCATED") = kErrorTruncated;
   m.attr("ERROR_CHECKSUM") = kErrorChecksum;
   m.attr("READ_BUFFER_BYTES") = kSlotBytes;

@@ -97,7 +97,10 @@ std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, 
       static_cast<std::uint32_t>(next_tag_.fetch_add(1, std::memory_order_relaxed));
   HitCopier copier(*shared_, hash_, keys, order.columns, order.positions, format, request);
   const std::optional<BatchStats> stats = copier.copy(out);
-  if (stats) shared_->cache->counters().hits.fetch_add(stats->groups, std::memory_order_relaxed);
+  if (stats) {
+    shared_->cache->counters().hits.fetch_add(stats->groups, std::memory_order_relaxed);
+    shared_->totals_of(order.lane).add(*stats);
+  }
   return stats;
 }
 

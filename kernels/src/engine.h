@@ -74,6 +74,11 @@ class Engine {
   std::vector<std::uint64_t> take_completions();
   std::uint64_t budget_bytes() const { return shared_->budget_bytes; }
   std::uint64_t in_flight_bytes() const { return shared_->in_flight_bytes.load(); }
+  // Of all batches and hits of a lane since the start.
+  BatchStats totals(Lane lane) const {
+    return shared_->totals[static_cast<std::size_t>(lane)].sum();
+  }
+  std::uint64_t checksum_errors() const { return shared_->checksum_errors.load(); }
   RowCache* cache() const { return shared_->cache.get(); }  // null: none
   const Tables& tables() const { return shared_->tables; }
 

@@ -92,8 +92,8 @@ class MmapBackend final : public Backend {
       for (const Claimed& read : reads) read_ahead(read.read);
       for (const Claimed& read : reads) {
         const std::int32_t error = copy(read.read, bytes.data());
-        count_read(read.read, error);
-        context_.queue.ended(read);
+        count_read(read.read);
+        count_end(context_, read, error, now_ns());
         read.source->ended(read.read, error, bytes.data());
       }
     }
@@ -122,13 +122,12 @@ class MmapBackend final : public Backend {
     return error == EFAULT ? EIO : error;
   }
 
-  void count_read(const Read& read, std::int32_t error) {
+  void count_read(const Read& read) {
     constexpr auto relaxed = std::memory_order_relaxed;
     ReadCounters& counters = context_.counters;
     counters.reads.fetch_add(1, relaxed);
     counters.read_bytes.fetch_add(read.length, relaxed);
     counters.needed_bytes.fetch_add(read.length, relaxed);
-    if (error != 0) counters.errors.fetch_add(1, relaxed);
   }
 
   ReadContext& context_;

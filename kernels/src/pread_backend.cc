@@ -44,7 +44,7 @@ class PreadBackend final : public Backend {
                                   progress.ask_bytes(), static_cast<off_t>(progress.ask_offset()));
       next = progress.advance(got < 0 ? -errno : got, file);
     } while (next == ReadProgress::Next::again);
-    finish_read(context_, claimed, progress, buffer);
+    finish_read(context_, claimed, progress, buffer, now_ns());
   }
 
   ReadContext& context_;

@@ -26,11 +26,20 @@ inline constexpr std::int32_t kErrorTruncated = -1;
 inline constexpr std::int32_t kErrorChecksum = -2;
 std::string error_text(std::int32_t error);
 
+// Whose reads go first. All but decode are bulk.
+enum class Lane : std::uint8_t { decode = 0, prefill = 1, prefetch = 2 };
+inline constexpr std::size_t kLanes = 3;
+inline constexpr Lane kAllLanes[kLanes] = {Lane::decode, Lane::prefill, Lane::prefetch};
+constexpr bool is_bulk(Lane lane) { return lane != Lane::decode; }
+
+inline constexpr std::uint16_t kNoTable = 0xFFFF;
+
 struct Read {
   std::uint64_t offset = 0;
-  std::uint32_t file = 0;    // number in the reader
-  std::uint32_t length = 0;  // 1 .. kReadBytesMax
-  std::uint64_t tag = 0;     // whatever the one who asked knows it by
+  std::uint32_t file = 0;          // number in the reader
+  std::uint16_t length = 0;        // 1 .. kReadBytesMax
+  std::uint16_t table = kNoTable;  // number in the engine, to be counted by
+  std::uint64_t tag = 0;           // whatever the one who asked knows it by
 };
 
 // Bytes of the aligned span that covers a read.
@@ -60,7 +69,7 @@ class ReadProgress {
  private:
   std::uint64_t offset_ = 0;
   std::uint64_t begin_ = 0;
-  std::uint32_t length_ = 0;
+  std::uint16_t length_ = 0;
   std::uint32_t span_ = 0;
   std::uint32_t head_ = 0;
   std::uint32_t got_ = 0;     // contiguous bytes from begin_

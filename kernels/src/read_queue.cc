@@ -55,6 +55,7 @@ void Devices::raise_depth(unsigned factor) {
 
 void ReadQueue::push(ReadSource& source, Lane lane) {
   const std::lock_guard lock(mutex_);
+  source.pushed_ns_ = now_ns();
   lanes_[static_cast<std::size_t>(lane)].sources.push_back(&source);
   wake_one();
 }
@@ -82,7 +83,7 @@ void ReadQueue::wake_one() {
 // Something that could be read now, as far as can be told without asking the sources.
 bool ReadQueue::has_work() const {
   if (!given_back_.empty()) return true;
-  for (const Lane lane : {Lane::decode, Lane::prefill, Lane::prefetch}) {
+  for (const Lane lane : kAllLanes) {
     const bool waits = !lanes_[static_cast<std::size_t>(lane)].sources.empty();
     if (waits && devices_.has_room(lane)) return true;
   }
@@ -126,7 +127,8 @@ std::size_t ReadQueue::wait_and_claim(std::span<Claimed> out) {
 }
 
 std::size_t ReadQueue::take(std::span<Claimed> out, std::vector<Leaving>& leaving) {
-  std::size_t count = take_given_back(out);
+  const std::size_t given_back = take_given_back(out);
+  std::size_t count = given_back;
   for (bool more = true; more && count < out.size();) {
     more = false;
     for (const Lane lane : order()) {
@@ -138,8 +140,20 @@ std::size_t ReadQueue::take(std::span<Claimed> out, std::vector<Leaving>& leavin
       break;
     }
   }
+  if (count > 0) stamp(out.first(count), given_back);
   if (count == out.size() && has_work()) wake_one();
   return count;
+}
+
+// Those that were given back, the first so many, have done their waiting before.
+void ReadQueue::stamp(std::span<Claimed> claimed, std::size_t given_back) {
+  const std::int64_t now = now_ns();
+  for (Claimed& one : claimed) one.claimed_ns = now;
+  for (std::size_t i = given_back, end; i < claimed.size(); i = end) {
+    const Claimed& first = claimed[i];
+    for (end = i + 1; end < claimed.size() && claimed[end].source == first.source;) ++end;
+    metrics_.queued(first.lane).add(now - first.source->pushed_ns_, end - i);
+  }
 }
 
 std::size_t ReadQueue::take_given_back(std::span<Claimed> out) {

@@ -13,14 +13,10 @@
 #include <span>
 #include <vector>
 
+#include "metrics.h"
 #include "read.h"
 
 namespace engram {
-
-// Whose reads go first. All but decode are bulk.
-enum class Lane : std::uint8_t { decode = 0, prefill = 1, prefetch = 2 };
-inline constexpr std::size_t kLanes = 3;
-constexpr bool is_bulk(Lane lane) { return lane != Lane::decode; }
 
 // Reads handed to a lane in a row while a lower one waits; then the lower one gets a turn, lest it
 // starve. Of what a busy device reads, 1 in kLaneRun / kTurnReads is bulk's at least.
@@ -100,6 +96,10 @@ class ReadSource {
   // Once for every read handed out, on any thread. Without an error, `bytes` holds what was read
   // until this returns.
   virtual void ended(const Read& read, std::int32_t error, const std::byte* bytes) = 0;
+
+ private:
+  friend class ReadQueue;
+  std::int64_t pushed_ns_ = 0;
 };
 
 // A read in an io thread's hands.
@@ -107,6 +107,7 @@ struct Claimed {
   ReadSource* source = nullptr;
   Read read;
   Lane lane = Lane::decode;
+  std::int64_t claimed_ns = 0;
 };
 
 // An io thread that sleeps in the kernel, with a descriptor that wakes it.
@@ -117,7 +118,7 @@ struct Sleeper {
 
 class ReadQueue {
  public:
-  explicit ReadQueue(Devices& devices) : devices_(devices) {}
+  ReadQueue(Devices& devices, ReadMetrics& metrics) : devices_(devices), metrics_(metrics) {}
 
   // The source must live until left_queue().
   void push(ReadSource& source, Lane lane);
@@ -153,6 +154,7 @@ class ReadQueue {
 
   std::size_t take(std::span<Claimed> out, std::vector<Leaving>& leaving);
   std::size_t take_given_back(std::span<Claimed> out);
+  void stamp(std::span<Claimed> claimed, std::size_t given_back);
   std::size_t take_from(Lane lane, std::span<Claimed> out, std::vector<Leaving>& leaving);
   std::array<Lane, kLanes> order() const;
   void count_run(Lane lane, std::size_t reads);
@@ -161,6 +163,7 @@ class ReadQueue {
   void wake_one();
 
   Devices& devices_;
+  ReadMetrics& metrics_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::array<LaneQueue, kLanes> lanes_;

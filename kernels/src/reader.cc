@@ -40,7 +40,10 @@ class ItemReads final : public ReadSource {
     for (; count < out.size() && at_ < items_.size(); ++count, ++at_) {
       const ReadItem& item = items_[at_];
       if (!room.take(item.file)) break;
-      out[count] = {.offset = item.offset, .file = item.file, .length = item.length, .tag = at_};
+      out[count] = {.offset = item.offset,
+                    .file = item.file,
+                    .length = static_cast<std::uint16_t>(item.length),
+                    .tag = at_};
     }
     return count;
   }

@@ -67,6 +67,9 @@ class Reader {
   // The first change of a file since it was opened, as a sentence; empty: none.
   std::string change() const;
   const ReadCounters& counters() const { return context_.counters; }
+  const ReadMetrics& metrics() const { return context_.metrics; }
+  // Of the device that holds a file, all lanes.
+  unsigned in_flight(std::uint32_t file) const { return context_.devices.in_flight(file); }
 
  private:
   void start();

@@ -168,7 +168,7 @@ void Work::ensure_unwritten() const {
 bool Work::copy_hits() {
   if (not_all_hits_ == submitted_ + 1) return false;
   const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
-  const Order order{.positions = count, .columns = request_->columns};
+  const Order order{.positions = count, .columns = request_->columns, .lane = lane_};
   std::byte* const out =
       scope_.data.data() + entry_.out_offset + submitted_ * request_->position_bytes();
   const auto stats = scope_.served.engine->copy_hits(next_keys(), order, request_->format, out);

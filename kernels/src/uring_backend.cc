@@ -207,7 +207,9 @@ class Ring {
       if (context_.files[file].size_bytes() == 0) continue;
       TestRead test;
       context_.devices.started(file, Lane::decode);
-      take({.source = &test, .read = {.offset = 0, .file = file, .length = 1}});
+      take({.source = &test,
+            .read = {.offset = 0, .file = file, .length = 1},
+            .claimed_ns = now_ns()});
       while (!test.over) {
         if (const int broken = submit_and_reap()) {
           abandon(false, broken);
@@ -294,8 +296,9 @@ class Ring {
   int reap() {
     std::array<io_uring_cqe*, kReapReads> cqes;
     while (const unsigned seen = ::io_uring_peek_batch_cqe(&ring_, cqes.data(), kReapReads)) {
+      const std::int64_t now = now_ns();
       for (unsigned i = 0; i < seen; ++i) {
-        complete(::io_uring_cqe_get_data64(cqes[i]), cqes[i]->res);
+        complete(::io_uring_cqe_get_data64(cqes[i]), cqes[i]->res, now);
       }
       ::io_uring_cq_advance(&ring_, seen);
       if (seen < kReapReads) return 0;
@@ -311,7 +314,7 @@ class Ring {
     return result >= 0 || result == -EINTR || result == -EAGAIN || result == -EBUSY ? 0 : -result;
   }
 
-  void complete(std::uint64_t data, int result) {
+  void complete(std::uint64_t data, int result, std::int64_t now) {
     if (data == kWakeUp) {
       wake_up_.drain();
       wake_up_armed_ = false;
@@ -329,7 +332,7 @@ class Ring {
     }
     const Claimed claimed = std::exchange(read.claimed, {});
     free_.push_back(slot);
-    finish_read(context_, claimed, read.progress, slots_.at(slot));
+    finish_read(context_, claimed, read.progress, slots_.at(slot), now);
   }
 
   ReadContext& context_;

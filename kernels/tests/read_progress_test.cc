@@ -46,7 +46,7 @@ bool is_proper(const ReadProgress& progress, const DataFile& file) {
 }
 
 Read random_read(Random& random) {
-  const auto length = draw<std::uint32_t>(random, 1, kReadBytesMax);
+  const auto length = draw<std::uint16_t>(random, 1, kReadBytesMax);
   return {.offset = draw<std::uint64_t>(random, 0, kSize - length), .length = length};
 }
 

@@ -52,7 +52,7 @@ struct Source final : ReadSource {
 // A queue over two files of two devices.
 struct Bench {
   explicit Bench(unsigned depth = 1000, unsigned bulk_depth = 1000)
-      : devices(files, depth, bulk_depth), queue(devices) {
+      : devices(files, depth, bulk_depth), queue(devices, metrics) {
     REQUIRE(devices.count() == 2);
   }
 
@@ -76,6 +76,7 @@ struct Bench {
     return opened;
   }();
   Devices devices;
+  ReadMetrics metrics{2};
   ReadQueue queue;
 };
 

@@ -3,6 +3,7 @@
     with faulty_fs(source, mountpoint) as faults:
         faults.set("eio", begin, end)       # reads touching [begin, end) fail with EIO
         faults.set("short", begin, end, keep=512)  # they return so many bytes at most
+        faults.set("slow", begin, end, delay_s=0.1)  # they take so long, one after another
         faults.clear()
 
 Runs itself in a process of its own.
@@ -28,10 +29,23 @@ class Faults:
         self.clear()
 
     def set(
-        self, kind: str, begin: int = 0, end: int = 1 << 62, keep: int = 0, refuse_direct: bool = False
+        self,
+        kind: str,
+        begin: int = 0,
+        end: int = 1 << 62,
+        keep: int = 0,
+        refuse_direct: bool = False,
+        delay_s: float = 0.0,
     ) -> None:
-        """kind: "eio", "short" or "none"; byte range of every file."""
-        fault = {"kind": kind, "begin": begin, "end": end, "keep": keep, "refuse_direct": refuse_direct}
+        """kind: "eio", "short", "slow" or "none"; byte range of every file."""
+        fault = {
+            "kind": kind,
+            "begin": begin,
+            "end": end,
+            "keep": keep,
+            "refuse_direct": refuse_direct,
+            "delay_s": delay_s,
+        }
         temporary = self._control.with_suffix(".new")
         temporary.write_text(json.dumps(fault))
         temporary.rename(self._control)
@@ -96,7 +110,9 @@ def _serve(source: str, mountpoint: str, control: str, mode: str) -> None:
             if fault["kind"] != "none" and offset < fault["end"] and offset + size > fault["begin"]:
                 if fault["kind"] == "eio":
                     raise mfusepy.FuseOSError(errno.EIO)
-                size = min(size, fault["keep"])
+                if fault["kind"] == "short":
+                    size = min(size, fault["keep"])
+                time.sleep(fault["delay_s"])
             return os.pread(fh, size, offset)
 
         def release(self, path: str, fh: int) -> int:

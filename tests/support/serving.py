@@ -87,6 +87,7 @@ def serving(
     uds: Path | None = None,
     limits: dict[str, Any] | None = None,
     device: str = "cpu",
+    metrics: str | None = None,
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     **memory: Any,
@@ -100,6 +101,7 @@ def serving(
         shared_memory=shared_memory or SharedMemoryOptions(),
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
+        metrics=metrics,
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")

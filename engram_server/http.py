@@ -1,0 +1,97 @@
+"""The HTTP port for those who run a server: `/metrics`, and `/healthz` and `/readyz` for whoever restarts or routes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from engram_server.sockets import ServeError
+
+_REQUEST_S = 5.0
+"""How long a client may take to send its request, or to take the answer."""
+
+
+class HttpServer:
+    """Answers on its own threads, so that a scrape neither waits for lookups nor they for it."""
+
+    def __init__(
+        self,
+        listen: str,
+        registry: CollectorRegistry,
+        not_alive: Callable[[], str],
+        not_ready: Callable[[], str],
+    ) -> None:
+        """not_alive says in words why a restart is needed, not_ready why no lookups should come now; "" = neither.
+
+        Listens at once. Raises ServeError.
+        """
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            raise ServeError(f"cannot show metrics at {listen!r}: expected HOST:PORT, such as 127.0.0.1:9464")
+        try:
+            self._server = _Server(host.strip("[]"), int(port))
+        except OSError as error:
+            raise ServeError(f"cannot show metrics at {listen}: {error.strerror or error}") from error
+        self._server.registry, self._server.not_alive, self._server.not_ready = registry, not_alive, not_ready
+        self.address = f"{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="engram-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    registry: CollectorRegistry
+    not_alive: Callable[[], str]
+    not_ready: Callable[[], str]
+
+    def __init__(self, host: str, port: int) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no news either."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_S
+    protocol_version = "HTTP/1.1"
+    server_version = "engram-server"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0]:
+            case "/metrics":
+                encode, kind = choose_encoder(self.headers.get("Accept", ""))
+                self._answer(200, encode(self.server.registry), kind)
+            case "/healthz":
+                self._say(self.server.not_alive(), "alive")
+            case "/readyz":
+                self._say(self.server.not_ready(), "ready")
+            case _:
+                self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+
+    def _say(self, trouble: str, well: str) -> None:
+        self._answer(503 if trouble else 200, f"{trouble or well}\n".encode())
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape every few seconds is no news."""

@@ -1,0 +1,235 @@
+"""`/metrics` of a real server against what its clients saw, and the probes beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.faulty_fs import faulty_fs
+from support.serving import ServerProcess, serving, until
+
+from engram_client import EngramClient, EngramError, Lookup
+from engram_client._result import Stats
+from engram_server.cli import main
+from engram_server.metrics import _TOTALS
+
+DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+
+def address(server: ServerProcess) -> str:
+    found = re.search(r"metrics at http://(\S+)/metrics", server.ready_line)
+    assert found is not None, server.ready_line
+    return found[1]
+
+
+def get(server: ServerProcess, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address(server)}{path}", timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class Scrape:
+    """Samples by name and labels."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        status, text = get(server, "/metrics")
+        assert status == 200
+        self.families = list(text_string_to_metric_families(text))
+        self.samples = [sample for family in self.families for sample in family.samples]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Over all samples of a name with these labels; there must be one."""
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"{name} {labels} is not shown"
+        return sum(found)
+
+
+@pytest.fixture
+def server(fp4_checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving(
+        fp4_checkpoint,
+        tmp_path,
+        uds=tmp_path / "socket",
+        metrics="127.0.0.1:0",
+        scales="disk",
+        backend="pread",
+    ) as process:
+        yield process
+
+
+def test_what_is_counted_is_what_clients_were_told(server: ServerProcess) -> None:
+    tcp, uds = server.targets
+    before = Scrape(server)
+    rng = np.random.default_rng(0)
+    told: dict[str, list[Stats]] = {"decode": [], "prefill": []}
+    with (
+        EngramClient(tcp, shared_memory="off") as by_tcp,
+        EngramClient(uds, shared_memory="off") as by_uds,
+        EngramClient(uds, shared_memory="require") as shared,
+        by_tcp.stream() as stream,
+    ):
+        calls = [by_tcp.lookup, by_uds.lookup, shared.lookup, lambda *a, **k: stream.lookup(*a, **k).result()]
+        for lane, tokens in (("decode", 20), ("prefill", 300), ("decode", 7)):
+            prompt = rng.integers(0, 5_000, tokens)
+            for call in calls:
+                found: Lookup = call(prompt, format="packed", lane=lane)
+                told[lane].append(found.stats)
+    after = Scrape(server)
+    for field, what in zip(fields(Stats), _TOTALS, strict=True):
+        name = f"engram_{what}_total"
+        for lane, stats in told.items():
+            seen = after.sum(name, lane=lane) - before.sum(name, lane=lane)
+            assert seen == sum(getattr(one, field.name) for one in stats), (name, lane)
+    reads = sum(one.reads for stats in told.values() for one in stats)
+    assert reads > 0
+    assert after.sum("engram_reads_total") - before.sum("engram_reads_total") == reads
+    counted = after.sum("engram_read_seconds_count") - before.sum("engram_read_seconds_count")
+    assert counted == reads
+    assert after.sum("engram_queue_seconds_count") - before.sum("engram_queue_seconds_count") == reads
+    asked = after.sum("engram_read_bytes_total") - before.sum("engram_read_bytes_total")
+    assert asked == sum(one.read_bytes for stats in told.values() for one in stats)
+    useful = after.sum("engram_read_useful_bytes_total") - before.sum("engram_read_useful_bytes_total")
+    assert useful == reads / 2 * 136, "two reads a row: codes, and scales"
+    # A stream's lookup is over, and counted, just after its last byte was handed over.
+    until(lambda: Scrape(server).sum("engram_lookup_seconds_count", transport="tcp", format="packed") == 6)
+    after = Scrape(server)
+    assert after.sum("engram_lookup_seconds_count", transport="uds", format="packed") == 3
+    assert after.sum("engram_lookup_seconds_count", transport="tcp", lane="prefill") == 2
+    assert after.sum("engram_shm_requests_total") == 3
+    assert after.sum("engram_reads_in_flight") == 0
+    assert after.sum("engram_budget_used_bytes") == 0
+    assert after.sum("engram_ready") == 1
+
+
+def test_errors_are_counted_by_what_they_were(server: ServerProcess) -> None:
+    with EngramClient(server.targets[0], shared_memory="off") as client, client.stream() as stream:
+        for _ in range(2):
+            with pytest.raises(EngramError):
+                client.lookup_rows(1, [2**40])
+        with pytest.raises(EngramError):
+            stream.lookup_rows(1, [2**40]).result()
+        with pytest.raises(EngramError):
+            client.lookup([1], pin={1: b"another"})
+    seen = Scrape(server)
+    assert seen.sum("engram_lookup_failures_total", transport="tcp", code="invalid_argument") == 3
+    assert seen.sum("engram_lookup_failures_total", transport="tcp", code="failed_precondition") == 1
+
+
+def test_a_slow_or_broken_disk_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "mnt"
+    with (
+        faulty_fs(fp4_checkpoint, mounted, tmp_path / "control.json") as faults,
+        serving(mounted, tmp_path, metrics="127.0.0.1:0", scales="disk", cache_bytes=0) as server,
+        EngramClient(server.targets[0], shared_memory="off") as client,
+    ):
+        before = Scrape(server)
+        faults.set("slow", delay_s=0.06)
+        client.lookup_rows(14, [5, 6], lane="prefill")
+        faults.set("eio")
+        with pytest.raises(EngramError):
+            client.lookup_rows(1, [5])
+        faults.set("short")
+        with pytest.raises(EngramError):
+            client.lookup_rows(1, [5])
+        faults.clear()
+        after = Scrape(server)
+    slow = {"layer": "14", "lane": "prefill"}
+    assert after.sum("engram_read_seconds_count", **slow) == 4
+    assert after.sum("engram_read_seconds_bucket", le="0.05", **slow) == 0
+    assert after.sum("engram_read_seconds_sum", **slow) >= 4 * 0.06
+    for kind in ("io", "truncated"):
+        counted = after.sum("engram_read_errors_total", kind=kind)
+        assert counted - before.sum("engram_read_errors_total", kind=kind) == 2, kind
+    assert after.sum("engram_lookup_failures_total", code="data_loss") == 2
+
+
+def test_a_wrong_checksum_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    store = tmp_path / "tables.engram"
+    assert main(["convert", str(fp4_checkpoint), str(store)]) == 0
+    with store.open("r+b") as file:
+        file.seek(4096 + 140)
+        byte = file.read(1)
+        file.seek(4096 + 140)
+        file.write(bytes([byte[0] ^ 1]))
+    with serving(store, tmp_path, metrics="127.0.0.1:0") as server:
+        assert get(server, "/readyz") == (200, "ready\n")
+        with EngramClient(server.targets[0], shared_memory="off") as client, pytest.raises(EngramError):
+            client.lookup_rows(1, [1])
+        until(lambda: get(server, "/readyz")[0] == 503)
+        assert "checksum" in get(server, "/readyz")[1]
+        assert get(server, "/healthz") == (200, "alive\n"), "a restart would not help"
+        seen = Scrape(server)
+    assert seen.sum("engram_read_errors_total", kind="checksum") == 1
+    assert seen.sum("engram_ready") == 0
+
+
+def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerProcess) -> None:
+    documented = set(re.findall(r"^\| `(engram_\w+)`", DOCS.read_text(), re.MULTILINE))
+    shown = {}
+    for family in Scrape(server).families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        if name.startswith("engram_"):
+            shown[name] = family
+    assert documented == set(shown)
+    for name, family in shown.items():
+        assert family.documentation.endswith("."), name
+        assert not re.search(r"_(us|ms|ns|mib|kib|percent)(_|$)", name), f"{name}: seconds and bytes"
+
+
+def test_other_paths_and_odd_clients(server: ServerProcess) -> None:
+    assert get(server, "/")[0] == 404
+    host, _, port = address(server).rpartition(":")
+    for sent in (
+        b"",
+        b"GET /metrics HTTP/1.1\r\n",
+        b"\0" * 70_000 + b"\r\n\r\n",
+        b"PUT /metrics HTTP/1.1\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(sent)
+    assert get(server, "/healthz") == (200, "alive\n")
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("where", ["9464", "127.0.0.1:99999", "host.invalid:1", ":x"])
+def test_an_address_that_cannot_be_had_is_a_sentence(
+    where: str, fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "serve",
+                str(fp4_checkpoint),
+                "--listen",
+                "127.0.0.1:0",
+                "--cache-bytes=1MiB",
+                "--metrics",
+                where,
+            ]
+        )
+        == 1
+    )
+    assert re.search(f"cannot show metrics at '?{re.escape(where)}'?: ", capsys.readouterr().err)
+
+
+def test_a_taken_port_is_a_sentence(
+    server: ServerProcess, fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--listen", "127.0.0.1:0", "--cache-bytes=1MiB", "--metrics", address(server)]
+    assert main(["serve", str(fp4_checkpoint), *arguments]) == 1
+    assert f"cannot show metrics at {address(server)}: {os.strerror(98)}" in capsys.readouterr().err
