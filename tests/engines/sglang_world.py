@@ -36,6 +36,7 @@ WHEEL = Wheel(
         ENGRAM,
         STAGING,
         BREAKS,
+        "sglang.srt.environ",
         "sglang.srt.plugins.hook_registry",
         "sglang.srt.model_executor.encoder_swa_replay",
     ],
@@ -49,6 +50,7 @@ class World:
 
     tp_size: int = 1
     tp_rank: int = 0
+    attn_dp_size: int = 1
     in_breakable_graph: bool = False
     forward_context: Any = None
     checkpoint: Path = Path()
@@ -92,23 +94,32 @@ class Scheduler:
 
 
 def _parallel() -> SimpleNamespace:
-    sizes = {"attn_cp_size": 1, "attn_dp_size": 1, "attn_tp_rank": WORLD.tp_rank, "tp_group": None}
-    return SimpleNamespace(tp_size=WORLD.tp_size, tp_rank=WORLD.tp_rank, **sizes)
+    return SimpleNamespace(
+        tp_size=WORLD.tp_size,
+        tp_rank=WORLD.tp_rank,
+        attn_tp_rank=WORLD.tp_rank,
+        attn_dp_size=WORLD.attn_dp_size,
+        attn_cp_size=1,
+        tp_group=None,
+    )
 
 
-def _switch(value: bool) -> SimpleNamespace:
-    return SimpleNamespace(get=lambda: value)
+def _alone(*_: Any, **__: Any) -> None:
+    raise AssertionError("there is no other rank")
+
+
+class DefaultModelLoader:
+    """Names a checkpoint's files."""
+
+    def _prepare_weights(self, folder: str) -> tuple[str, list[str], bool]:
+        return folder, sorted(map(str, Path(folder).glob("*.safetensors"))), True
 
 
 def _stub() -> None:
     context = "sglang.srt.model_executor.runner_backend_utils"
     for path, value in {
-        "sglang.srt.environ.envs": SimpleNamespace(
-            SGLANG_OPT_ENGRAM_EXTEND_HASH=_switch(True),
-            SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING=_switch(True),
-            SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS=_switch(False),
-            SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=_switch(False),
-        ),
+        "sglang.srt.distributed.tensor_model_parallel_all_reduce": _alone,
+        "sglang.srt.layers.dp_attention.dp_gather_replicate": _alone,
         "sglang.srt.utils.is_cuda": lambda: False,
         "sglang.srt.utils.is_hip": lambda: False,
         "sglang.srt.utils.is_xpu": lambda: False,
@@ -125,6 +136,7 @@ def _stub() -> None:
         ),
         "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
         "sglang.srt.managers.scheduler.Scheduler": Scheduler,
+        "sglang.srt.model_loader.loader.DefaultModelLoader": DefaultModelLoader,
     }.items():
         WHEEL.set(path, value)
     for number, name in enumerate(("MODE_DECODE", "MODE_VERIFY", "MODE_EXTEND")):

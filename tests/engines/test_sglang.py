@@ -1,6 +1,7 @@
 """The SGLang plugin inside SGLang's own classes, against rows looked up by the book and against SGLang's own tables."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from engram_client import EngramClient, MismatchError
 from engram_client.adapters import _sglang_engram
 from engram_client.adapters import sglang as plugin
 from engram_client.adapters._settings import Settings
+from engram_server.tables.safetensors import build_header
 
 TEXT = [0, 3, 17, 17, 29, 4051, 128000, 5, 6, 7, *range(1000, 1020), 3, 17, 64000, 9, 8]
 WITH_IMAGES = [3, 17, PAD_SHIFT + 5, PAD_SHIFT + 5, 29, 5, 6, 7, 8, PAD_SHIFT + 77_000, 4051, 9]
@@ -37,7 +39,8 @@ WITH_IMAGES = [3, 17, PAD_SHIFT + 5, PAD_SHIFT + 5, 29, 5, 6, 7, 8, PAD_SHIFT + 
 @pytest.fixture
 def world() -> Iterator[sglang_world.World]:
     yield WORLD
-    WORLD.tp_size, WORLD.tp_rank, WORLD.in_breakable_graph, WORLD.forward_context = 1, 0, False, None
+    WORLD.tp_size, WORLD.tp_rank, WORLD.attn_dp_size = 1, 0, 1
+    WORLD.in_breakable_graph, WORLD.forward_context = False, None
 
 
 @pytest.fixture
@@ -73,6 +76,10 @@ def by_the_book(served: Served, tokens: Sequence[int], begin: int, end: int) -> 
 
 def bits(rows: torch.Tensor) -> np.ndarray:
     return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def stager_of(model: Model) -> Any:
+    return WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
 
 
 def looked_up(model: Model, batch: Any) -> dict[int, torch.Tensor]:
@@ -142,9 +149,27 @@ def test_each_row_comes_from_the_one_rank_that_owns_it(
     assert (owners == 1).all()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_dp_attention_a_rank_takes_all_rows_of_its_own_tokens(
+    engram: Any, served_once: Served, world: Any, rank: int
+) -> None:
+    """One with a prefill, whose rows are staged, beside one with a decode, whose are not: no collective is joined."""
+    world.tp_size, world.tp_rank, world.attn_dp_size = 2, rank, 2
+    model = Model(served_once.checkpoint)
+    prefill = SimpleNamespace(engram_staged_rows=stager_of(model).stage(schedule_batch([(TEXT, 0, 5)])))
+    decode = SimpleNamespace(engram_staged_rows=None)
+    ids = torch.from_numpy(served_once.truth.ids(TEXT[:5]))
+    for batch in (prefill, decode):
+        rows = {
+            module.embed.layer_id: module.embed_rows(ids[:, module.layer_hash_index], batch, False)
+            for module in model.engrams
+        }
+        check(rows, by_the_book(served_once, TEXT, 0, 5))
+
+
 def test_the_scheduler_stages_a_prefill(engram: Any, served_once: Served) -> None:
     model = Model(served_once.checkpoint)
-    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    stager = stager_of(model)
     spans = [(TEXT, 0, 4), (WITH_IMAGES, 2, 12), (TEXT, 7, 20)]
     staged = stager.stage(schedule_batch(spans))
     books = [by_the_book(served_once, *span) for span in spans]
@@ -160,12 +185,29 @@ def test_the_scheduler_stages_a_prefill(engram: Any, served_once: Served) -> Non
 
 def test_what_the_scheduler_cannot_stage_is_left_to_the_forward(engram: Any, served_once: Served) -> None:
     model = Model(served_once.checkpoint)
-    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    stager = stager_of(model)
     decode = schedule_batch([(TEXT, 3, 4)])
     decode.forward_mode = ForwardMode.DECODE
     assert stager.stage(decode) is None
     on_the_device = schedule_batch([(TEXT[:5], 3, 9)])
     assert stager.stage(on_the_device) is None
+
+
+@pytest.mark.parametrize(("said", "stages"), [(None, True), ("1", True), ("0", False)])
+def test_prefills_are_staged_unless_sglang_is_told_otherwise(
+    engram: Any, served_once: Served, monkeypatch: pytest.MonkeyPatch, said: str | None, stages: bool
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING", said)
+    assert (stager_of(Model(served_once.checkpoint)) is not None) == stages
+
+
+def test_tables_that_sglang_made_after_all_stop_it(engram: Any, served_once: Served) -> None:
+    """It logs a hook that cannot be applied, and goes on."""
+    model = Model(served_once.checkpoint)
+    model.engrams[1].embed = torch.nn.Module()
+    with pytest.raises(RuntimeError, match="has not applied engram-server's hook"):
+        stager_of(model)
 
 
 def test_a_breakable_graph_fetches_at_each_replay(engram: Any, served_once: Served, world: Any) -> None:
@@ -184,7 +226,7 @@ def test_a_breakable_graph_fetches_at_each_replay(engram: Any, served_once: Serv
 
 def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served_once: Served, world: Any) -> None:
     model = Model(served_once.checkpoint)
-    stager = WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+    stager = stager_of(model)
     world.tp_size, world.in_breakable_graph = 1, True
     embed = model.engrams[1].embed
     with capturing() as graph:
@@ -236,14 +278,12 @@ def test_another_table_is_refused_when_the_model_is_made(
     _plugged(monkeypatch, fp4)
     model = Model(fp8.checkpoint)
     with pytest.raises(MismatchError, match=r"table of layer 1 \(fp4 there\)"):
-        WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu"))
+        stager_of(model)
 
 
 def test_a_text_only_model_agrees_with_any_image_token(engram: Any, served_once: Served) -> None:
     model = Model(served_once.checkpoint, image_token_id=None)
-    assert (
-        WHEEL.load(STAGING).EngramRowStager.from_model(model, model.hasher, torch.device("cpu")) is not None
-    )
+    assert stager_of(model) is not None
 
 
 def test_the_embedding_holds_no_table(engram: Any, served_once: Served) -> None:
@@ -264,6 +304,7 @@ def hooks() -> Iterator[Any]:
             (WHEEL.load(STAGING), "EngramEmbedding"),
             (WHEEL.load(STAGING), "EngramRowStager"),
             (sglang_world.DeepseekV4ForCausalLM, "load_weights"),
+            (sglang_world.DefaultModelLoader, "_prepare_weights"),
             (sglang_world.Scheduler, "_add_request_to_queue"),
         )
     }
@@ -278,18 +319,31 @@ def test_register_does_nothing_unless_told_a_target(hooks: Any) -> None:
     assert not hooks._hooks
 
 
+def shard(*names: str) -> bytes:
+    """A safetensors file of these tensors, a byte each."""
+    head, located = build_header([(name, "U8", (1,)) for name in names], {})
+    return head + bytes(len(located))
+
+
 def test_sglang_applies_what_register_asks_for(
-    monkeypatch: pytest.MonkeyPatch, hooks: Any, fp4: Served, world: Any
+    monkeypatch: pytest.MonkeyPatch, hooks: Any, fp4: Served, world: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ENGRAM_SERVER_TARGET", fp4.target)
     plugin.register()
     hooks.apply_hooks()
-    assert len(hooks._patched) == 4
+    assert len(hooks._patched) == 5
     model = Model(fp4.checkpoint)
     assert not list(model.engrams.parameters())
     names = ["layers.1.engram.embed.weight", "layers.1.engram.embed.scale", "embed.weight"]
     loaded = sglang_world.DeepseekV4ForCausalLM().load_weights((name, None) for name in names)
     assert loaded == {"embed.weight"}
+    loader = sglang_world.DefaultModelLoader()
+    tables, others = tmp_path / "tables.safetensors", tmp_path / "others.safetensors"
+    tables.write_bytes(shard("layers.1.engram.embed.weight", "layers.1.engram.embed.scale"))
+    others.write_bytes(shard("layers.14.engram.embed.weight", "embed.weight"))
+    (tmp_path / "unreadable.safetensors").write_bytes(b"version https://git-lfs")
+    kept = [str(others), str(tmp_path / "unreadable.safetensors")]
+    assert loader._prepare_weights(str(tmp_path)) == (str(tmp_path), kept, True)
     scheduler, before = sglang_world.Scheduler(), fp4.cached_bytes()
     request = SimpleNamespace(origin_input_ids=[PAD_SHIFT + 3, *range(3000, 3300)])
     scheduler._add_request_to_queue(request)

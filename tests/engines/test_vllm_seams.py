@@ -162,6 +162,19 @@ SEAMS = [
         why="shards that hold nothing but tables are not read",
     ),
     Seam(
+        "vllm.model_executor.model_loader.weight_utils",
+        "filter_duplicate_safetensors_files",
+        uses=("missing_files = weight_files_in_index - hf_weights_files_set", "raise FileNotFoundError("),
+        why="README says that an index must not name shards that are missing",
+    ),
+    Seam(
+        "vllm.config.vllm",
+        "VllmConfig._resolve_and_verify_engram_config",
+        "self",
+        uses=("and self.parallel_config.use_ubatching", "raise ValueError("),
+        why="micro-batches, whose rows would need places of their own, are refused by vLLM itself",
+    ),
+    Seam(
         "vllm.plugins",
         "load_general_plugins",
         "",

@@ -43,9 +43,12 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             self.dim = dim
             self.layer_id = layer_id
             self.num_embeddings = num_embeddings
-            self.tp_size = parallel.tp_size
+            # Under DP attention a rank with staged rows would not join the collectives of one without: each takes all
+            # rows of its own tokens, and waits for nobody.
+            alone = parallel.attn_dp_size > 1
+            self.tp_size = 1 if alone else parallel.tp_size
             self.row_start, row_end = engram.shard_range(
-                num_embeddings, column_bounds, parallel.tp_rank, self.tp_size
+                num_embeddings, column_bounds, 0 if alone else parallel.tp_rank, self.tp_size
             )
             self.rows = row_end - self.row_start
             self.host_table = None
@@ -148,18 +151,25 @@ def stager_class(staging: ModuleType, embedding: type[nn.Module], settings: Sett
         def from_model(cls, model: nn.Module, hasher: Any, device: torch.device) -> Any:
             """A stager for a model that `embedding` serves; None when its rows are to be looked up in the forward.
 
-            Shakes hands with the server: raises MismatchError when its rows are not the engine's.
+            Shakes hands with the server: raises MismatchError when its rows are not the engine's. Raises RuntimeError
+            when the model has tables after all.
             """
             modules = [part for part in model.modules() if isinstance(part, staging.Engram)]
             modules.sort(key=lambda module: module.layer_hash_index)
-            embeds = [module.embed for module in modules if isinstance(module.embed, embedding)]
+            embeds = [module.embed for module in modules]
             if not embeds:
                 return None
+            if not all(isinstance(embed, embedding) for embed in embeds):
+                raise RuntimeError(
+                    "SGLang has not applied engram-server's hook to EngramEmbedding (its log says why), and has made "
+                    "Engram tables of its own: unset ENGRAM_SERVER_TARGET, or run SGLang 0.5.23"
+                )
             client = settings.client()
             shake_hands(client, hasher, embeds, settings)
-            # Prefill context parallelism hashes the whole prompt and keeps a part of the rows.
-            staged = staging.envs.SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING.get()
-            if not staged or staging.get_parallel().attn_cp_size > 1:
+            # Off unless told otherwise for SGLang's own tables, on for ours. Prefill context parallelism hashes the
+            # whole prompt and keeps a part of the rows.
+            switch = staging.envs.SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING
+            if (switch.is_set() and not switch.get()) or staging.get_parallel().attn_cp_size > 1:
                 client.close()
                 return None
             return cls(hasher, embeds, device, client)
@@ -197,8 +207,7 @@ def shake_hands(client: EngramClient, hasher: Any, embeds: list[Any], settings: 
         # A text-only model knows no image token and hashes none; the server's is then as good as any.
         image_token_id=description.model.image_token_id if image is None else image,
     )
-    tables = _handshake.known_tables(_model_path(), tuple(facts.rows), settings)
-    _handshake.check(description, facts, tables, ", ".join(settings.targets))
+    _handshake.agree(description, facts, _model_path(), settings)
 
 
 def _model_path() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from engram_client.adapters._settings import Settings
-from engram_client.adapters._tables import is_table
+from engram_client.adapters._tables import is_table, without_tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,10 @@ def _hook(settings: Settings) -> None:
     HookRegistry.register("sglang.srt.layers.engram.EngramEmbedding", embedding, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.engram_staging.EngramRowStager", stager, HookType.REPLACE)
     HookRegistry.register(
-        "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.load_weights", _without_tables, HookType.AROUND
+        "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.load_weights", _load_no_table, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights", _read_no_table, HookType.AROUND
     )
     if settings.prefetch:
         HookRegistry.register(
@@ -60,7 +63,7 @@ def _hook(settings: Settings) -> None:
         )
 
 
-def _without_tables(
+def _load_no_table(
     load_weights: Callable[..., Any],
     model: Any,
     weights: Iterable[tuple[str, Tensor]],
@@ -69,6 +72,13 @@ def _without_tables(
 ) -> Any:
     kept = ((name, tensor) for name, tensor in weights if not is_table(name))
     return load_weights(model, kept, *args, **named)
+
+
+def _read_no_table(
+    prepare: Callable[..., tuple[str, list[str], bool]], loader: Any, *args: Any, **named: Any
+) -> tuple[str, list[str], bool]:
+    folder, files, safetensors = prepare(loader, *args, **named)
+    return folder, without_tables(files) if safetensors else files, safetensors
 
 
 def _prompts_to(connect: Callable[[], Any]) -> Callable[..., Any]:
