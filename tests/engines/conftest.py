@@ -1,5 +1,6 @@
 """Servers that the engines' tests share."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from support.serving import ServerProcess, serving
 from support.truth import Truth
 
 from engram_client import EngramClient
+from engram_client.adapters import _settings
 
 
 @dataclass
@@ -53,3 +55,10 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugins' environment is each test's own."""
     for name in ("TARGET", "WAIT_S", "LOOKUP", "PREFETCH", "PIN"):
         monkeypatch.delenv(f"ENGRAM_SERVER_{name}", raising=False)
+
+
+@pytest.fixture(params=["require", "off"], ids=["shared-memory", "grpc"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the plugins reach their server: not as they can, but as told."""
+    told = functools.partial(EngramClient, shared_memory=request.param)
+    monkeypatch.setattr(_settings, "EngramClient", told)

@@ -1,6 +1,8 @@
 """The SGLang plugin inside SGLang's own classes, against rows looked up by the book and against SGLang's own tables."""
 
+import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import sglang_world
 import torch
 from conftest import Served
+from schedules import DRAFTS, Schedule, Work
 from sglang_world import (
     ENGRAM,
     PAD_SHIFT,
@@ -22,14 +25,15 @@ from sglang_world import (
     forward_batch,
     schedule_batch,
 )
-from support.serving import until
+from support.serving import serving, until
 from support.truth import IMAGE, same
 
-from engram_client import EngramClient, MismatchError
-from engram_client.adapters import _sglang_engram
+from engram_client import DeadlineError, EngramClient, MismatchError, UnavailableError
+from engram_client.adapters import _settings, _sglang_engram
 from engram_client.adapters import sglang as plugin
 from engram_client.adapters._settings import Settings
 from engram_server.tables.safetensors import build_header
+from engram_server.tables.synth import synthesise
 
 TEXT = [0, 3, 17, 17, 29, 4051, 128000, 5, 6, 7, *range(1000, 1020), 3, 17, 64000, 9, 8]
 WITH_IMAGES = [3, 17, PAD_SHIFT + 5, PAD_SHIFT + 5, 29, 5, 6, 7, 8, PAD_SHIFT + 77_000, 4051, 9]
@@ -129,6 +133,129 @@ def test_rejected_drafts_never_enter_the_history(engram: Any, served_once: Serve
     after = [55, 901, 902, 903]
     batch = forward_batch(ForwardMode.TARGET_VERIFY, [(3, 11, after)], spec_info=drafts)
     check(looked_up(model, batch), by_the_book(served_once, [*TEXT[:11], *after], 11, 15))
+
+
+class Runs:
+    """Steps of a model as SGLang's scheduler and worker take them, every row compared."""
+
+    def __init__(self, served: Served, slots: int) -> None:
+        self.served = served
+        self.model = Model(served.checkpoint)
+        self.model.hasher.init_history(slots, "cpu")
+        self.stager = stager_of(self.model)
+
+    def step(self, works: Sequence[Work], staged: bool) -> None:
+        hasher, kind = self.model.hasher, works[0].kind
+        chunks = [(work.slot, work.begin, work.tokens) for work in works]
+        if kind == "extend":
+            history = torch.tensor(
+                [hasher.history_row(work.before[-3:]) for work in works], dtype=torch.int32
+            )
+            rows = None
+            if staged:
+                spans = [
+                    ([*work.before, *work.tokens], work.begin, work.begin + len(work.tokens))
+                    for work in works
+                ]
+                rows = self.stager.stage(schedule_batch(spans))
+            more = {"engram_history": history, "engram_staged_rows": rows}
+            batch = forward_batch(ForwardMode.EXTEND, chunks, **more)
+        elif kind == "verify":
+            drafts = SimpleNamespace(draft_token_num=1 + DRAFTS)
+            batch = forward_batch(ForwardMode.TARGET_VERIFY, chunks, spec_info=drafts)
+        else:
+            batch = forward_batch(ForwardMode.DECODE, chunks)
+        found = looked_up(self.model, batch)
+        books = [
+            by_the_book(self.served, [*work.before, *work.tokens], work.begin, work.begin + len(work.tokens))
+            for work in works
+        ]
+        check(found, {layer: np.concatenate([book[layer] for book in books]) for layer in books[0]})
+        if kind == "verify":
+            hasher.commit_after_verify(
+                torch.tensor([work.tokens for work in works]),
+                torch.tensor([work.slot for work in works]),
+                torch.tensor([1 + work.right for work in works]),
+            )
+
+
+@pytest.fixture
+def hashes_of_fp4(monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any) -> None:
+    _plugged(monkeypatch, fp4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_any_schedule(fp4: Served, hashes_of_fp4: None, seed: int) -> None:
+    runs, schedule = Runs(fp4, slots=8), Schedule(seed, slots=8, requests=5)
+    for step in range(40):
+        runs.step(schedule.step(mixed=False), staged=step % 3 > 0)
+
+
+def test_a_schedule_outlives_its_server(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path
+) -> None:
+    """Killed in the midst of it, twice, and started again."""
+    uds = tmp_path / "s"
+    mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
+    _plugged(monkeypatch, mine)
+    schedule, runs = Schedule(7, slots=8, requests=4), None
+    for _ in range(3):
+        with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds) as server:
+            runs = runs or Runs(mine, slots=8)
+            for step in range(4):
+                runs.step(schedule.step(mixed=False), staged=step % 2 == 0)
+            server.kill()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_server_that_comes_back_with_another_table_stops_the_step(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+) -> None:
+    uds = tmp_path / "s"
+    mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
+    _plugged(monkeypatch, mine)
+    with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds):
+        runs = Runs(mine, slots=4)
+        runs.step([Work("extend", 0, [], TEXT[:4])], staged)
+    other = synthesise(tmp_path / "other", 2000, "fp4", seed=5).path
+    with (
+        serving(other, tmp_path, listen=None, uds=uds),
+        pytest.raises(MismatchError, match="table"),
+    ):
+        runs.step([Work("extend", 0, TEXT[:4], TEXT[4:8])], staged)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_step_fails_when_the_server_stays_away(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+) -> None:
+    uds = tmp_path / "s"
+    mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
+    monkeypatch.setenv("ENGRAM_SERVER_WAIT_S", "0.4")
+    _plugged(monkeypatch, mine)
+    with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds):
+        runs = Runs(mine, slots=4)
+        runs.step([Work("extend", 0, [], TEXT[:4])], staged)
+    with pytest.raises(UnavailableError):
+        runs.step([Work("extend", 0, TEXT[:4], TEXT[4:8])], staged)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_server_that_does_not_answer_is_waited_for_so_long(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+) -> None:
+    with serving(fp4.checkpoint, tmp_path) as server:
+        monkeypatch.setenv("ENGRAM_SERVER_WAIT_S", "0.3")
+        monkeypatch.setattr(_settings, "_SLOW_S", 0.3)
+        mine = replace(fp4, server=server)
+        _plugged(monkeypatch, mine)
+        runs = Runs(mine, slots=4)
+        runs.step([Work("extend", 0, [], TEXT[:4])], staged)
+        server.process.send_signal(signal.SIGSTOP)
+        with pytest.raises((DeadlineError, UnavailableError)):
+            runs.step([Work("extend", 0, TEXT[:4], TEXT[4:8])], staged)
+        server.process.send_signal(signal.SIGCONT)
+        runs.step([Work("extend", 0, TEXT[:4], TEXT[4:8])], staged)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
