@@ -1,9 +1,9 @@
 """Servers that the engines' tests share."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.serving import ServerProcess, serving
@@ -57,8 +57,23 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"ENGRAM_SERVER_{name}", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def clients(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngramClient]]:
+    """Those that the plugins have made. They are closed at the end, and give their shared memory back."""
+    made: list[EngramClient] = []
+    use = request.getfixturevalue("transport") if "transport" in request.fixturenames else "auto"
+
+    def make(*args: Any, **named: Any) -> EngramClient:
+        made.append(EngramClient(*args, shared_memory=use, **named))
+        return made[-1]
+
+    monkeypatch.setattr(_settings, "EngramClient", make)
+    yield made
+    for client in made:
+        client.close()
+
+
 @pytest.fixture(params=["require", "off"], ids=["shared-memory", "grpc"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def transport(request: pytest.FixtureRequest) -> str:
     """How the plugins reach their server: not as they can, but as told."""
-    told = functools.partial(EngramClient, shared_memory=request.param)
-    monkeypatch.setattr(_settings, "EngramClient", told)
+    return str(request.param)

@@ -15,11 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 from seams import segment
 from tokenizers import Tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from wheel import Wheel
 
 from engram_server.spec import EngramSpec
@@ -28,6 +31,7 @@ from engram_server.tokens import find_tokenizer
 ENGRAM = "sglang.srt.layers.engram"
 STAGING = "sglang.srt.layers.engram_staging"
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+FULL = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 PAD_SHIFT = 1_000_000
 
 WHEEL = Wheel(
@@ -36,6 +40,8 @@ WHEEL = Wheel(
         ENGRAM,
         STAGING,
         BREAKS,
+        FULL,
+        "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend",
         "sglang.srt.environ",
         "sglang.srt.plugins.hook_registry",
         "sglang.srt.model_executor.encoder_swa_replay",
@@ -100,7 +106,7 @@ def _parallel() -> SimpleNamespace:
         attn_tp_rank=WORLD.tp_rank,
         attn_dp_size=WORLD.attn_dp_size,
         attn_cp_size=1,
-        tp_group=None,
+        tp_group=MagicMock(),
     )
 
 
@@ -133,6 +139,10 @@ def _stub() -> None:
         ),
         f"{context}.tc_piecewise_cuda_graph.get_tc_piecewise_forward_context": (
             lambda: WORLD.forward_context
+        ),
+        "sglang.srt.model_executor.runner_utils.pool.GraphPoolPrecarve": MagicMock,
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter": SimpleNamespace(
+            create=lambda enable: None
         ),
         "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
         "sglang.srt.managers.scheduler.Scheduler": Scheduler,
@@ -211,6 +221,48 @@ def schedule_batch(chunks: Sequence[tuple[Sequence[int], int, int]]) -> SimpleNa
         extend_lens=[end - begin for _, begin, end in chunks],
         encoder_swa_reset=None,
     )
+
+
+class Graph(TorchDispatchMode):
+    """In the place of a CUDA graph: operators on tensors, run again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a graph cannot wait for a number"
+        result = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._done:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class FullGraphs:
+    """SGLang's own backend of full CUDA graphs, with graphs of a CPU."""
+
+    def __init__(self, monkeypatch: Any, capturing: Any) -> None:
+        """capturing: the name of the product's function that tells whether a graph is captured."""
+        self._captures = False
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(capturing, lambda _: self._captures)
+        device = SimpleNamespace(synchronize=lambda: None, graph=self._capture)
+        self.backend = WHEEL.load(FULL).FullCudaGraphBackend(SimpleNamespace(device_module=device))
+
+    @contextmanager
+    def _capture(self, cuda_graph: Graph, pool: Any, stream: Any) -> Any:
+        self._captures = True
+        try:
+            with cuda_graph:
+                yield
+        finally:
+            self._captures = False
 
 
 class Capture:

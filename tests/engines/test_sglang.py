@@ -1,5 +1,6 @@
 """The SGLang plugin inside SGLang's own classes, against rows looked up by the book and against SGLang's own tables."""
 
+import functools
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from conftest import Served
 from schedules import DRAFTS, Schedule, Work
 from sglang_world import (
     ENGRAM,
+    FULL,
     PAD_SHIFT,
     STAGING,
     WHEEL,
@@ -32,6 +34,7 @@ from engram_client import DeadlineError, EngramClient, MismatchError, Unavailabl
 from engram_client.adapters import _settings, _sglang_engram
 from engram_client.adapters import sglang as plugin
 from engram_client.adapters._settings import Settings
+from engram_client.adapters._sglang_graphs import FullGraphs
 from engram_server.tables.safetensors import build_header
 from engram_server.tables.synth import synthesise
 
@@ -57,10 +60,20 @@ def _plugged(monkeypatch: pytest.MonkeyPatch, served: Served) -> Any:
     module, staging = WHEEL.load(ENGRAM), WHEEL.load(STAGING)
     monkeypatch.setenv("ENGRAM_SERVER_TARGET", served.target)
     settings = Settings.required()
-    embedding = _sglang_engram.embedding_class(module, settings.client)
+    graphs = FullGraphs(module.MODE_DECODE, module.MODE_VERIFY)
+    connect = functools.cache(settings.client)
+    embedding = _sglang_engram.embedding_class(module, connect, graphs)
+    stager = _sglang_engram.stager_class(staging, embedding, connect, settings, graphs)
     monkeypatch.setattr(module, "EngramEmbedding", embedding)
-    monkeypatch.setattr(staging, "EngramRowStager", _sglang_engram.stager_class(staging, embedding, settings))
+    monkeypatch.setattr(staging, "EngramRowStager", stager)
+    full = WHEEL.load(FULL).FullCudaGraphBackend
+    for name in ("capture_one", "replay"):
+        monkeypatch.setattr(full, name, around(getattr(graphs, name), getattr(full, name)))
     return module
+
+
+def around(hook: Any, plain: Any) -> Any:
+    return lambda *args, **named: hook(plain, *args, **named)
 
 
 @pytest.fixture(params=["fp4", "fp8"])
@@ -165,14 +178,20 @@ class Runs:
             batch = forward_batch(ForwardMode.TARGET_VERIFY, chunks, spec_info=drafts)
         else:
             batch = forward_batch(ForwardMode.DECODE, chunks)
-        found = looked_up(self.model, batch)
+        check(looked_up(self.model, batch), self.expected(works))
+        self.accept(works)
+
+    def expected(self, works: Sequence[Work]) -> dict[int, np.ndarray]:
         books = [
             by_the_book(self.served, [*work.before, *work.tokens], work.begin, work.begin + len(work.tokens))
             for work in works
         ]
-        check(found, {layer: np.concatenate([book[layer] for book in books]) for layer in books[0]})
-        if kind == "verify":
-            hasher.commit_after_verify(
+        return {layer: np.concatenate([book[layer] for book in books]) for layer in books[0]}
+
+    def accept(self, works: Sequence[Work]) -> None:
+        """Which drafts of a verify were right."""
+        if works[0].kind == "verify":
+            self.model.hasher.commit_after_verify(
                 torch.tensor([work.tokens for work in works]),
                 torch.tensor([work.slot for work in works]),
                 torch.tensor([1 + work.right for work in works]),
@@ -180,7 +199,7 @@ class Runs:
 
 
 @pytest.fixture
-def hashes_of_fp4(monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any) -> None:
+def hashes_of_fp4(monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: str, world: Any) -> None:
     _plugged(monkeypatch, fp4)
 
 
@@ -192,7 +211,7 @@ def test_rows_of_any_schedule(fp4: Served, hashes_of_fp4: None, seed: int) -> No
 
 
 def test_a_schedule_outlives_its_server(
-    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: str, world: Any, tmp_path: Path
 ) -> None:
     """Killed in the midst of it, twice, and started again."""
     uds = tmp_path / "s"
@@ -209,7 +228,7 @@ def test_a_schedule_outlives_its_server(
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_server_that_comes_back_with_another_table_stops_the_step(
-    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: str, world: Any, tmp_path: Path, staged: bool
 ) -> None:
     uds = tmp_path / "s"
     mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
@@ -227,7 +246,7 @@ def test_a_server_that_comes_back_with_another_table_stops_the_step(
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_step_fails_when_the_server_stays_away(
-    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: str, world: Any, tmp_path: Path, staged: bool
 ) -> None:
     uds = tmp_path / "s"
     mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
@@ -242,7 +261,7 @@ def test_a_step_fails_when_the_server_stays_away(
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_server_that_does_not_answer_is_waited_for_so_long(
-    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: None, world: Any, tmp_path: Path, staged: bool
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, transport: str, world: Any, tmp_path: Path, staged: bool
 ) -> None:
     with serving(fp4.checkpoint, tmp_path) as server:
         monkeypatch.setenv("ENGRAM_SERVER_WAIT_S", "0.3")
@@ -318,6 +337,130 @@ def test_what_the_scheduler_cannot_stage_is_left_to_the_forward(engram: Any, ser
     assert stager.stage(decode) is None
     on_the_device = schedule_batch([(TEXT[:5], 3, 9)])
     assert stager.stage(on_the_device) is None
+
+
+# ------------------------------------------------------------------------------------------- full CUDA graphs
+
+CAPTURING = "engram_client.adapters._sglang_graphs.capturing"
+GRAPH = 6
+"""Requests of a captured step."""
+
+
+class Captured:
+    """Full graphs of a decode and of a verify step, around the buffers that SGLang fills before a replay."""
+
+    def __init__(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs = runs
+        self.backend = sglang_world.FullGraphs(monkeypatch, CAPTURING).backend
+        self.batches: dict[str, Any] = {}
+        self.found: dict[str, dict[int, torch.Tensor]] = {}
+        for kind, width in (("verify", 1 + DRAFTS), ("decode", 1)):
+            mode = ForwardMode.TARGET_VERIFY if kind == "verify" else ForwardMode.DECODE
+            batch = forward_batch(
+                mode,
+                [(8, 0, [0] * width)] * GRAPH,
+                spec_info=SimpleNamespace(draft_token_num=width) if kind == "verify" else None,
+            )
+            batch.out_cache_loc.zero_()
+            self.batches[kind] = batch
+            self.backend.capture_one(kind, lambda batch=batch: looked_up(runs.model, batch))
+            self.found[kind] = self.backend._outputs[kind]
+
+    def step(self, works: Sequence[Work]) -> None:
+        batch, kind = self.batches[works[0].kind], works[0].kind
+        live = forward_batch(batch.forward_mode, [(work.slot, work.begin, work.tokens) for work in works])
+        tokens = len(live.input_ids)
+        for name in ("input_ids", "positions", "out_cache_loc"):
+            getattr(batch, name).zero_()[:tokens] = getattr(live, name)
+        batch.req_pool_indices.fill_(8)[: len(works)] = live.req_pool_indices
+        found = self.backend.replay(kind, live)
+        check({layer: rows[:tokens] for layer, rows in found.items()}, self.runs.expected(works))
+        assert not any(rows.isnan().any() for rows in found.values())
+        self.runs.accept(works)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_full_graphs_find_the_rows_of_any_schedule(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, hashes_of_fp4: None, seed: int
+) -> None:
+    runs, schedule = Runs(fp4, slots=8), Schedule(seed, slots=8, requests=GRAPH)
+    captured = Captured(runs, monkeypatch)
+    for _ in range(40):
+        works = schedule.step(mixed=False)
+        if works[0].kind == "extend":
+            runs.step(works, staged=True)
+        else:
+            captured.step(works)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_rank_stages_its_own_rows_for_a_full_graph(
+    monkeypatch: pytest.MonkeyPatch, engram: Any, served_once: Served, world: Any, size: int
+) -> None:
+    world.tp_size = size
+    monkeypatch.setattr(engram, "tensor_model_parallel_all_reduce", lambda rows: rows)
+    works = [Work("decode", 1, TEXT[:7], TEXT[7:8]), Work("decode", 2, TEXT[:9], TEXT[9:10])]
+    total: dict[int, Any] = {}
+    for rank in range(size):
+        world.tp_rank = rank
+        runs = Runs(served_once, slots=8)
+        captured = Captured(runs, monkeypatch)
+        for work in works:
+            runs.model.hasher.history[work.slot] = torch.tensor(work.before[-3:])
+        monkeypatch.setattr(captured.runs, "expected", lambda _: {})
+        captured.step(works)
+        for layer, rows in captured.found["decode"].items():
+            total[layer] = bits(rows[:2]) | total.get(layer, 0)
+    for layer, wanted in Runs(served_once, slots=8).expected(works).items():
+        assert same(total[layer], wanted)
+
+
+def test_a_full_graph_that_wants_other_rows_gets_none(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, hashes_of_fp4: None
+) -> None:
+    """Ids that change between the staging and the replay, whatever may do that."""
+    runs = Runs(fp4, slots=8)
+    captured = Captured(runs, monkeypatch)
+    works = [Work("decode", 1, TEXT[:7], TEXT[7:8]), Work("decode", 2, TEXT[:9], TEXT[9:10])]
+    for work in works:
+        runs.model.hasher.history[work.slot] = torch.tensor(work.before[-3:])
+    graph = captured.backend._graphs["decode"]
+    replay = graph.replay
+    graph.replay = lambda: (captured.batches["decode"].input_ids[1].fill_(4051), replay())
+    monkeypatch.setattr(runs, "expected", lambda _: {})
+    with pytest.raises(AssertionError):  # not a row of NaN
+        captured.step(works)
+    rows = captured.found["decode"][14]
+    assert rows[1].isnan().all()
+    assert not rows[0].isnan().any()
+    with pytest.raises(RuntimeError, match="other Engram rows than were staged"):
+        captured.step(works)
+
+
+def test_a_step_without_rows_replays_nothing(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, hashes_of_fp4: None
+) -> None:
+    runs = Runs(fp4, slots=8)
+    captured = Captured(runs, monkeypatch)
+
+    def gone(*_: Any) -> None:
+        raise UnavailableError("gone")
+
+    monkeypatch.setattr(EngramClient, "_run", gone)
+    captured.backend._graphs["decode"].replay = None
+    with pytest.raises(UnavailableError):
+        captured.step([Work("decode", 1, TEXT[:7], TEXT[7:8])])
+
+
+def test_a_full_graph_of_prefills_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fp4: Served, hashes_of_fp4: None
+) -> None:
+    runs = Runs(fp4, slots=8)
+    backend = sglang_world.FullGraphs(monkeypatch, CAPTURING).backend
+    history = torch.zeros(1, 3, dtype=torch.int32)
+    batch = forward_batch(ForwardMode.EXTEND, [(1, 0, TEXT[:4])], engram_history=history)
+    with pytest.raises(RuntimeError, match="--cuda-graph-backend-prefill breakable"):
+        backend.capture_one("prefill", lambda: looked_up(runs.model, batch))
 
 
 @pytest.mark.parametrize(("said", "stages"), [(None, True), ("1", True), ("0", False)])
@@ -432,6 +575,8 @@ def hooks() -> Iterator[Any]:
             (WHEEL.load(STAGING), "EngramRowStager"),
             (sglang_world.DeepseekV4ForCausalLM, "load_weights"),
             (sglang_world.DefaultModelLoader, "_prepare_weights"),
+            (WHEEL.load(FULL).FullCudaGraphBackend, "capture_one"),
+            (WHEEL.load(FULL).FullCudaGraphBackend, "replay"),
             (sglang_world.Scheduler, "_add_request_to_queue"),
         )
     }
@@ -453,13 +598,21 @@ def shard(*names: str) -> bytes:
 
 
 def test_sglang_applies_what_register_asks_for(
-    monkeypatch: pytest.MonkeyPatch, hooks: Any, fp4: Served, world: Any, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    hooks: Any,
+    fp4: Served,
+    world: Any,
+    clients: list[EngramClient],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("ENGRAM_SERVER_TARGET", fp4.target)
     plugin.register()
     hooks.apply_hooks()
-    assert len(hooks._patched) == 5
+    assert len(hooks._patched) == 7
     model = Model(fp4.checkpoint)
+    stager_of(model)
+    looked_up(model, forward_batch(ForwardMode.DECODE, [(1, 0, TEXT[:1])]))
+    assert len(clients) == 1, "each client takes a part of the server's shared memory"
     assert not list(model.engrams.parameters())
     names = ["layers.1.engram.embed.weight", "layers.1.engram.embed.scale", "embed.weight"]
     loaded = sglang_world.DeepseekV4ForCausalLM().load_weights((name, None) for name in names)

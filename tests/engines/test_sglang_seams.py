@@ -5,6 +5,7 @@ from seams import Seam
 
 ENGRAM = "sglang.srt.layers.engram"
 STAGING = "sglang.srt.layers.engram_staging"
+FULL = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 
 SEAMS = [
@@ -70,7 +71,7 @@ SEAMS = [
             "self.embed.staged_by_scheduler and",
             "emb = self.embed_rows(hash_ids, forward_batch, cp_all_tokens)",
         ),
-        why="with staged_by_scheduler off it calls embed_rows, which breaks a graph by itself",
+        why="with staged_by_scheduler off it calls embed_rows, which breaks a graph by itself or finds rows staged",
     ),
     Seam(
         ENGRAM,
@@ -122,6 +123,47 @@ SEAMS = [
         "fn capture_stub * enable",
         uses=("output = capture_stub(*args, **kwargs)", "capture.cuda_graph._break_fns.append(replay_fn)"),
         why="rows are fetched between the segments of a breakable CUDA graph",
+    ),
+    Seam(
+        FULL,
+        "FullCudaGraphBackend.capture_one",
+        "self shape_key forward_fn capture_inputs post_warmup_hook",
+        uses=("for warmup_step in range(2):", "output = forward_fn()", "out = forward_fn()"),
+        why="places for rows are made in the runs before a capture",
+    ),
+    Seam(
+        FULL,
+        "FullCudaGraphBackend.replay",
+        "self shape_key static_forward_batch",
+        uses=("self._graphs[shape_key].replay()",),
+        why="rows are staged before it, when the buffers of the captured batch have been filled",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner.execute",
+        "self forward_batch pp_proxy_tensors",
+        uses=(
+            "self.load_batch(forward_batch, pp_proxy_tensors)",
+            "output = self.backend.replay(self._replay_graph_key, forward_batch)",
+        ),
+        why="a batch is loaded into the captured one before the replay",
+    ),
+    Seam(
+        ENGRAM,
+        "EngramHasher._torch_hash_ids",
+        "self input_ids positions kmode history num_real block row starts",
+        why="the ids of a step are computed by it, without moving the history",
+    ),
+    Seam(
+        ENGRAM,
+        "EngramHasher.forward",
+        "self input_ids forward_batch",
+        uses=(
+            "block = int(forward_batch.spec_info.draft_token_num)",
+            "history[req_slots] if hist_via_slots else history",
+            "out_loc == 0",
+        ),
+        why="a graph's ids are those that were computed before it",
     ),
     Seam(
         "sglang.srt.plugins.hook_registry",

@@ -257,7 +257,7 @@ def computed(engine: Engine, works: Sequence[Work], padding: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_of_any_schedule(
-    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: None, seed: int
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, seed: int
 ) -> None:
     engine, schedule = Engine(fp4, monkeypatch), Schedule(seed, slots=vllm_world.MAX_REQUESTS, requests=4)
     for step in range(20):
@@ -265,7 +265,7 @@ def test_rows_of_any_schedule(
 
 
 def test_a_schedule_outlives_its_server(
-    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: None, tmp_path: Path
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, tmp_path: Path
 ) -> None:
     """Killed in the midst of it, twice, and started again."""
     uds = tmp_path / "s"
@@ -280,7 +280,7 @@ def test_a_schedule_outlives_its_server(
 
 
 def test_a_server_that_comes_back_with_another_table_stops_the_step(
-    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: None, tmp_path: Path
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, tmp_path: Path
 ) -> None:
     uds = tmp_path / "s"
     with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds):

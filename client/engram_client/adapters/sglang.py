@@ -1,7 +1,6 @@
 """SGLang without Engram tables: `sglang serve` takes the rows of DeepSeek-V4.1 from a server.
 
-    ENGRAM_SERVER_TARGET=unix:/run/engram.sock sglang serve --model-path deepseek-ai/DeepSeek-V4.1-Flash \\
-        --cuda-graph-backend-decode breakable
+    ENGRAM_SERVER_TARGET=unix:/run/engram.sock sglang serve --model-path deepseek-ai/DeepSeek-V4.1-Flash
 
 SGLang finds `register` through the entry point of the group sglang.srt.plugins and calls it in each of its processes.
 Written for SGLang 0.5.23: what it relies on there, `tests/engines` checks against the wheel.
@@ -9,6 +8,7 @@ Written for SGLang 0.5.23: what it relies on there, `tests/engines` checks again
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +41,17 @@ def _hook(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from engram_client.adapters import _sglang_engram
+    from engram_client.adapters._sglang_graphs import FullGraphs
 
-    def connect() -> Any:
-        return settings.client()
-
-    embedding = _sglang_engram.embedding_class(engram, connect)
-    stager = _sglang_engram.stager_class(engram_staging, embedding, settings)
+    connect = functools.cache(settings.client)  # one for all: each takes shared memory of the server
+    graphs = FullGraphs(engram.MODE_DECODE, engram.MODE_VERIFY)
+    embedding = _sglang_engram.embedding_class(engram, connect, graphs)
+    stager = _sglang_engram.stager_class(engram_staging, embedding, connect, settings, graphs)
     HookRegistry.register("sglang.srt.layers.engram.EngramEmbedding", embedding, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.engram_staging.EngramRowStager", stager, HookType.REPLACE)
+    backend = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+    HookRegistry.register(f"{backend}.capture_one", graphs.capture_one, HookType.AROUND)
+    HookRegistry.register(f"{backend}.replay", graphs.replay, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM.load_weights", _load_no_table, HookType.AROUND
     )
