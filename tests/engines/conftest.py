@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.serving import ServerProcess, serving
 from support.truth import Truth
+from torch import Tensor
 
 from engram_client import EngramClient
 from engram_client.adapters import _settings
@@ -30,6 +33,11 @@ class Served:
         """How much the server's row cache holds."""
         with EngramClient(self.target) as client:
             return client.describe().cache.used_bytes
+
+
+def bits(rows: Tensor) -> np.ndarray:
+    """uint16, of bf16 rows."""
+    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 @pytest.fixture(scope="session")

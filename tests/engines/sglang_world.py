@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +19,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import torch
 from seams import segment
-from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from wheel import Wheel
+from wheel import Tokenizer, Wheel, maps_once
 
 from engram_server.spec import EngramSpec
 from engram_server.tokens import find_tokenizer
@@ -67,19 +65,6 @@ WORLD = World()
 _modes: dict[str, Any] = {"IntEnum": IntEnum, "auto": auto}
 exec(segment("sglang.srt.model_executor.forward_batch_info", "ForwardMode"), _modes)
 ForwardMode = _modes["ForwardMode"]
-
-
-class _Tokenizer:
-    """As much of a fast tokenizer of transformers as a token map needs."""
-
-    def __init__(self, content: bytes) -> None:
-        self.backend_tokenizer = Tokenizer.from_buffer(content)
-
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-_tokenizer = lru_cache(_Tokenizer)
 
 
 class DeepseekV4ForCausalLM:
@@ -151,8 +136,7 @@ def _stub() -> None:
         WHEEL.set(path, value)
     for number, name in enumerate(("MODE_DECODE", "MODE_VERIFY", "MODE_EXTEND")):
         WHEEL.set(f"sglang.kernels.ops.embeddings.engram_hash.{name}", number)
-    engram = WHEEL.load(ENGRAM)
-    engram.build_compressed_token_map = lru_cache(engram.build_compressed_token_map)
+    maps_once(WHEEL.load(ENGRAM))
 
 
 _stub()
@@ -171,7 +155,7 @@ class Model(torch.nn.Module):
         assert path is not None
         self.hasher = engram.EngramHasher(
             self.layout,
-            _tokenizer(path.read_bytes()),
+            Tokenizer.of(path),
             config.engram_pad_token_id,
             config.engram_compressed_vocab_size,
         )

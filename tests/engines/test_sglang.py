@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sglang_world
 import torch
-from conftest import Served
+from conftest import Served, bits
 from schedules import DRAFTS, Schedule, Work
 from sglang_world import (
     ENGRAM,
@@ -51,9 +51,9 @@ def world() -> Iterator[sglang_world.World]:
 
 
 @pytest.fixture
-def engram(monkeypatch: pytest.MonkeyPatch, served_once: Served, world: Any) -> Any:
+def engram(monkeypatch: pytest.MonkeyPatch, served: Served, world: Any) -> Any:
     """SGLang's module, its embedding replaced as the plugin does."""
-    return _plugged(monkeypatch, served_once)
+    return _plugged(monkeypatch, served)
 
 
 def _plugged(monkeypatch: pytest.MonkeyPatch, served: Served) -> Any:
@@ -76,12 +76,6 @@ def around(hook: Any, plain: Any) -> Any:
     return lambda *args, **named: hook(plain, *args, **named)
 
 
-@pytest.fixture(params=["fp4", "fp8"])
-def served_once(request: pytest.FixtureRequest) -> Served:
-    found: Served = request.getfixturevalue(request.param)
-    return found
-
-
 def as_hashed(tokens: Sequence[int]) -> list[int]:
     return [IMAGE if token >= PAD_SHIFT else token for token in tokens]
 
@@ -89,10 +83,6 @@ def as_hashed(tokens: Sequence[int]) -> list[int]:
 def by_the_book(served: Served, tokens: Sequence[int], begin: int, end: int) -> dict[int, np.ndarray]:
     values = served.truth.values(served.truth.ids(as_hashed(tokens))[begin:end], "bf16")
     return {layer: values[:, index] for index, layer in enumerate(served.truth.layers)}
-
-
-def bits(rows: torch.Tensor) -> np.ndarray:
-    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def stager_of(model: Model) -> Any:
@@ -113,39 +103,39 @@ def check(rows: dict[int, torch.Tensor], expected: dict[int, np.ndarray]) -> Non
         assert same(bits(rows[layer]), wanted.copy())
 
 
-def test_chunked_prefill_then_decode(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_chunked_prefill_then_decode(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     for begin, end in ((0, 2), (2, 3), (3, 20)):
         history = torch.tensor([model.hasher.history_row(TEXT[max(0, begin - 3) : begin])], dtype=torch.int32)
         batch = forward_batch(ForwardMode.EXTEND, [(1, begin, TEXT[begin:end])], engram_history=history)
-        check(looked_up(model, batch), by_the_book(served_once, TEXT, begin, end))
+        check(looked_up(model, batch), by_the_book(served, TEXT, begin, end))
     for position in range(20, 24):
         batch = forward_batch(ForwardMode.DECODE, [(1, position, TEXT[position : position + 1])])
-        check(looked_up(model, batch), by_the_book(served_once, TEXT, position, position + 1))
+        check(looked_up(model, batch), by_the_book(served, TEXT, position, position + 1))
 
 
-def test_a_position_of_any_image_is_an_image_token(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_a_position_of_any_image_is_an_image_token(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     for begin in (0, 3, 5, 11):
         history = torch.tensor(
             [model.hasher.history_row(WITH_IMAGES[max(0, begin - 3) : begin])], dtype=torch.int32
         )
         batch = forward_batch(ForwardMode.EXTEND, [(2, begin, WITH_IMAGES[begin:])], engram_history=history)
-        check(looked_up(model, batch), by_the_book(served_once, WITH_IMAGES, begin, len(WITH_IMAGES)))
+        check(looked_up(model, batch), by_the_book(served, WITH_IMAGES, begin, len(WITH_IMAGES)))
 
 
-def test_rejected_drafts_never_enter_the_history(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_rejected_drafts_never_enter_the_history(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     start = torch.tensor([model.hasher.history_row([])], dtype=torch.int32)
     looked_up(model, forward_batch(ForwardMode.EXTEND, [(3, 0, TEXT[:9])], engram_history=start))
     drafts = SimpleNamespace(draft_token_num=4)
     verify = [TEXT[9], TEXT[10], 777, 778]
     batch = forward_batch(ForwardMode.TARGET_VERIFY, [(3, 9, verify)], spec_info=drafts)
-    check(looked_up(model, batch), by_the_book(served_once, [*TEXT[:9], *verify], 9, 13))
+    check(looked_up(model, batch), by_the_book(served, [*TEXT[:9], *verify], 9, 13))
     model.hasher.commit_after_verify(torch.tensor([verify]), torch.tensor([3]), torch.tensor([2]))
     after = [55, 901, 902, 903]
     batch = forward_batch(ForwardMode.TARGET_VERIFY, [(3, 11, after)], spec_info=drafts)
-    check(looked_up(model, batch), by_the_book(served_once, [*TEXT[:11], *after], 11, 15))
+    check(looked_up(model, batch), by_the_book(served, [*TEXT[:11], *after], 11, 15))
 
 
 class Runs:
@@ -279,16 +269,16 @@ def test_a_server_that_does_not_answer_is_waited_for_so_long(
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
 def test_each_row_comes_from_the_one_rank_that_owns_it(
-    engram: Any, served_once: Served, world: Any, size: int
+    engram: Any, served: Served, world: Any, size: int
 ) -> None:
     """What an all-reduce would add up. 5 does not divide the columns: rows are then split evenly, within columns."""
-    ids = torch.from_numpy(served_once.truth.ids(TEXT[:9]))
-    wanted = by_the_book(served_once, TEXT, 0, 9)[14]
+    ids = torch.from_numpy(served.truth.ids(TEXT[:9]))
+    wanted = by_the_book(served, TEXT, 0, 9)[14]
     total, owners = np.zeros_like(wanted), np.zeros(wanted.shape[:2], dtype=int)
     world.tp_size = size
     for rank in range(size):
         world.tp_rank = rank
-        found = bits(Model(served_once.checkpoint).engrams[1].embed._owned_rows(ids[:, 1]))
+        found = bits(Model(served.checkpoint).engrams[1].embed._owned_rows(ids[:, 1]))
         total |= found
         owners += found.any(axis=2)
     assert same(total, wanted.copy())
@@ -297,28 +287,28 @@ def test_each_row_comes_from_the_one_rank_that_owns_it(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_dp_attention_a_rank_takes_all_rows_of_its_own_tokens(
-    engram: Any, served_once: Served, world: Any, rank: int
+    engram: Any, served: Served, world: Any, rank: int
 ) -> None:
     """One with a prefill, whose rows are staged, beside one with a decode, whose are not: no collective is joined."""
     world.tp_size, world.tp_rank, world.attn_dp_size = 2, rank, 2
-    model = Model(served_once.checkpoint)
+    model = Model(served.checkpoint)
     prefill = SimpleNamespace(engram_staged_rows=stager_of(model).stage(schedule_batch([(TEXT, 0, 5)])))
     decode = SimpleNamespace(engram_staged_rows=None)
-    ids = torch.from_numpy(served_once.truth.ids(TEXT[:5]))
+    ids = torch.from_numpy(served.truth.ids(TEXT[:5]))
     for batch in (prefill, decode):
         rows = {
             module.embed.layer_id: module.embed_rows(ids[:, module.layer_hash_index], batch, False)
             for module in model.engrams
         }
-        check(rows, by_the_book(served_once, TEXT, 0, 5))
+        check(rows, by_the_book(served, TEXT, 0, 5))
 
 
-def test_the_scheduler_stages_a_prefill(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_the_scheduler_stages_a_prefill(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     stager = stager_of(model)
     spans = [(TEXT, 0, 4), (WITH_IMAGES, 2, 12), (TEXT, 7, 20)]
     staged = stager.stage(schedule_batch(spans))
-    books = [by_the_book(served_once, *span) for span in spans]
+    books = [by_the_book(served, *span) for span in spans]
     for module, entry in zip(model.engrams, staged, strict=True):
         wanted = np.concatenate([book[module.embed.layer_id] for book in books])
         batch = SimpleNamespace(engram_staged_rows=staged)
@@ -329,8 +319,8 @@ def test_the_scheduler_stages_a_prefill(engram: Any, served_once: Served) -> Non
         assert entry[1] == module.embed.layer_id
 
 
-def test_what_the_scheduler_cannot_stage_is_left_to_the_forward(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_what_the_scheduler_cannot_stage_is_left_to_the_forward(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     stager = stager_of(model)
     decode = schedule_batch([(TEXT, 3, 4)])
     decode.forward_mode = ForwardMode.DECODE
@@ -395,7 +385,7 @@ def test_full_graphs_find_the_rows_of_any_schedule(
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_rank_stages_its_own_rows_for_a_full_graph(
-    monkeypatch: pytest.MonkeyPatch, engram: Any, served_once: Served, world: Any, size: int
+    monkeypatch: pytest.MonkeyPatch, engram: Any, served: Served, world: Any, size: int
 ) -> None:
     world.tp_size = size
     monkeypatch.setattr(engram, "tensor_model_parallel_all_reduce", lambda rows: rows)
@@ -403,7 +393,7 @@ def test_a_rank_stages_its_own_rows_for_a_full_graph(
     total: dict[int, Any] = {}
     for rank in range(size):
         world.tp_rank = rank
-        runs = Runs(served_once, slots=8)
+        runs = Runs(served, slots=8)
         captured = Captured(runs, monkeypatch)
         for work in works:
             runs.model.hasher.history[work.slot] = torch.tensor(work.before[-3:])
@@ -411,7 +401,7 @@ def test_a_rank_stages_its_own_rows_for_a_full_graph(
         captured.step(works)
         for layer, rows in captured.found["decode"].items():
             total[layer] = bits(rows[:2]) | total.get(layer, 0)
-    for layer, wanted in Runs(served_once, slots=8).expected(works).items():
+    for layer, wanted in Runs(served, slots=8).expected(works).items():
         assert same(total[layer], wanted)
 
 
@@ -465,37 +455,37 @@ def test_a_full_graph_of_prefills_is_refused(
 
 @pytest.mark.parametrize(("said", "stages"), [(None, True), ("1", True), ("0", False)])
 def test_prefills_are_staged_unless_sglang_is_told_otherwise(
-    engram: Any, served_once: Served, monkeypatch: pytest.MonkeyPatch, said: str | None, stages: bool
+    engram: Any, served: Served, monkeypatch: pytest.MonkeyPatch, said: str | None, stages: bool
 ) -> None:
     if said is not None:
         monkeypatch.setenv("SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING", said)
-    assert (stager_of(Model(served_once.checkpoint)) is not None) == stages
+    assert (stager_of(Model(served.checkpoint)) is not None) == stages
 
 
-def test_tables_that_sglang_made_after_all_stop_it(engram: Any, served_once: Served) -> None:
+def test_tables_that_sglang_made_after_all_stop_it(engram: Any, served: Served) -> None:
     """It logs a hook that cannot be applied, and goes on."""
-    model = Model(served_once.checkpoint)
+    model = Model(served.checkpoint)
     model.engrams[1].embed = torch.nn.Module()
     with pytest.raises(RuntimeError, match="has not applied engram-server's hook"):
         stager_of(model)
 
 
-def test_a_breakable_graph_fetches_at_each_replay(engram: Any, served_once: Served, world: Any) -> None:
+def test_a_breakable_graph_fetches_at_each_replay(engram: Any, served: Served, world: Any) -> None:
     """While it is captured ids are not computed yet: nothing is asked for."""
-    model = Model(served_once.checkpoint)
+    model = Model(served.checkpoint)
     embed = model.engrams[0].embed
     ids = torch.full((4, 24), 2**40)
     with capturing() as graph:
         out = embed._owned_rows(ids)
     assert not bits(out).any()
     for begin in (0, 6):
-        ids.copy_(torch.from_numpy(served_once.truth.ids(TEXT)[begin : begin + 4, 0]))
+        ids.copy_(torch.from_numpy(served.truth.ids(TEXT)[begin : begin + 4, 0]))
         graph.replay()
-        assert same(bits(out), by_the_book(served_once, TEXT, begin, begin + 4)[1].copy())
+        assert same(bits(out), by_the_book(served, TEXT, begin, begin + 4)[1].copy())
 
 
-def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served_once: Served, world: Any) -> None:
-    model = Model(served_once.checkpoint)
+def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served: Served, world: Any) -> None:
+    model = Model(served.checkpoint)
     stager = stager_of(model)
     world.tp_size, world.in_breakable_graph = 1, True
     embed = model.engrams[1].embed
@@ -504,7 +494,7 @@ def test_a_replay_takes_the_rows_staged_for_its_batch(engram: Any, served_once: 
     staged = stager.stage(schedule_batch([(TEXT, 2, 8)]))
     world.forward_context = SimpleNamespace(forward_batch=SimpleNamespace(engram_staged_rows=staged))
     graph.replay()
-    assert same(bits(out)[:6].copy(), by_the_book(served_once, TEXT, 2, 8)[14].copy())
+    assert same(bits(out)[:6].copy(), by_the_book(served, TEXT, 2, 8)[14].copy())
     assert not bits(out)[6:].any()
 
 
@@ -551,13 +541,13 @@ def test_another_table_is_refused_when_the_model_is_made(
         stager_of(model)
 
 
-def test_a_text_only_model_agrees_with_any_image_token(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint, image_token_id=None)
+def test_a_text_only_model_agrees_with_any_image_token(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint, image_token_id=None)
     assert stager_of(model) is not None
 
 
-def test_the_embedding_holds_no_table(engram: Any, served_once: Served) -> None:
-    model = Model(served_once.checkpoint)
+def test_the_embedding_holds_no_table(engram: Any, served: Served) -> None:
+    model = Model(served.checkpoint)
     assert not list(model.engrams.parameters())
     for module in model.engrams:
         module.embed.finish_load(label="a layer")

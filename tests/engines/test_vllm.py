@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_world
-from conftest import Served
+from conftest import Served, bits
 from schedules import Schedule, Work
 from support.serving import serving, until
 from support.truth import IMAGE, same
@@ -71,10 +71,6 @@ def by_the_book(served: Served, chunks: Sequence[tuple[Sequence[int], int, int]]
     ids = np.concatenate([served.truth.ids(tokens)[begin:end] for tokens, begin, end in chunks])
     values = served.truth.values(ids, "bf16")
     return {layer: values[:, index] for index, layer in enumerate(served.truth.layers)}
-
-
-def bits(rows: torch.Tensor) -> np.ndarray:
-    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def check(engine: Engine, rows: dict[int, torch.Tensor], expected: dict[int, np.ndarray]) -> None:
