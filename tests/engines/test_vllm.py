@@ -251,12 +251,9 @@ def computed(engine: Engine, works: Sequence[Work], padding: int) -> None:
     check(engine, rows, by_the_book(engine.served, spans))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_of_any_schedule(
-    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, seed: int
-) -> None:
-    engine, schedule = Engine(fp4, monkeypatch), Schedule(seed, slots=vllm_world.MAX_REQUESTS, requests=4)
-    for step in range(20):
+def test_rows_of_any_schedule(fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    engine, schedule = Engine(fp4, monkeypatch), Schedule(3, slots=vllm_world.MAX_REQUESTS, requests=4)
+    for step in range(16):
         computed(engine, schedule.step(mixed=True), padding=step % 3 * 5)
 
 
@@ -428,6 +425,16 @@ def test_a_model_without_engram_layers_needs_no_server(fp4: Served, monkeypatch:
     made: list[None] = []
     assert build(torch.nn.Module(), lambda: made.append(None), config, Settings(("127.0.0.1:1",))) is None
     assert made == [None]
+
+
+def test_vllms_log_says_that_rows_come_from_a_server(
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below vLLM's own name: it shows no other."""
+    caplog.set_level("INFO", logger="vllm")
+    Engine(fp4, monkeypatch)
+    said = [record.name for record in caplog.records if "Engram rows of layers 1, 14" in record.message]
+    assert said == ["vllm.engram_server"]
 
 
 def test_the_class_of_vllm_is_left_as_it_was(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:
