@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 from seams import segment
-from tokenizers import Tokenizer
-from wheel import Wheel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from wheel import Tokenizer, Wheel, maps_once
 
 from engram_server.spec import EngramSpec
 from engram_server.tokens import find_tokenizer
@@ -28,6 +29,7 @@ from engram_server.tokens import find_tokenizer
 ENGRAM = "sglang.srt.layers.engram"
 STAGING = "sglang.srt.layers.engram_staging"
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+FULL = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 PAD_SHIFT = 1_000_000
 
 WHEEL = Wheel(
@@ -36,6 +38,9 @@ WHEEL = Wheel(
         ENGRAM,
         STAGING,
         BREAKS,
+        FULL,
+        "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend",
+        "sglang.srt.environ",
         "sglang.srt.plugins.hook_registry",
         "sglang.srt.model_executor.encoder_swa_replay",
     ],
@@ -49,6 +54,7 @@ class World:
 
     tp_size: int = 1
     tp_rank: int = 0
+    attn_dp_size: int = 1
     in_breakable_graph: bool = False
     forward_context: Any = None
     checkpoint: Path = Path()
@@ -59,19 +65,6 @@ WORLD = World()
 _modes: dict[str, Any] = {"IntEnum": IntEnum, "auto": auto}
 exec(segment("sglang.srt.model_executor.forward_batch_info", "ForwardMode"), _modes)
 ForwardMode = _modes["ForwardMode"]
-
-
-class _Tokenizer:
-    """As much of a fast tokenizer of transformers as a token map needs."""
-
-    def __init__(self, content: bytes) -> None:
-        self.backend_tokenizer = Tokenizer.from_buffer(content)
-
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-_tokenizer = lru_cache(_Tokenizer)
 
 
 class DeepseekV4ForCausalLM:
@@ -92,23 +85,32 @@ class Scheduler:
 
 
 def _parallel() -> SimpleNamespace:
-    sizes = {"attn_cp_size": 1, "attn_dp_size": 1, "attn_tp_rank": WORLD.tp_rank, "tp_group": None}
-    return SimpleNamespace(tp_size=WORLD.tp_size, tp_rank=WORLD.tp_rank, **sizes)
+    return SimpleNamespace(
+        tp_size=WORLD.tp_size,
+        tp_rank=WORLD.tp_rank,
+        attn_tp_rank=WORLD.tp_rank,
+        attn_dp_size=WORLD.attn_dp_size,
+        attn_cp_size=1,
+        tp_group=MagicMock(),
+    )
 
 
-def _switch(value: bool) -> SimpleNamespace:
-    return SimpleNamespace(get=lambda: value)
+def _alone(*_: Any, **__: Any) -> None:
+    raise AssertionError("there is no other rank")
+
+
+class DefaultModelLoader:
+    """Names a checkpoint's files."""
+
+    def _prepare_weights(self, folder: str) -> tuple[str, list[str], bool]:
+        return folder, sorted(map(str, Path(folder).glob("*.safetensors"))), True
 
 
 def _stub() -> None:
     context = "sglang.srt.model_executor.runner_backend_utils"
     for path, value in {
-        "sglang.srt.environ.envs": SimpleNamespace(
-            SGLANG_OPT_ENGRAM_EXTEND_HASH=_switch(True),
-            SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING=_switch(True),
-            SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS=_switch(False),
-            SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=_switch(False),
-        ),
+        "sglang.srt.distributed.tensor_model_parallel_all_reduce": _alone,
+        "sglang.srt.layers.dp_attention.dp_gather_replicate": _alone,
         "sglang.srt.utils.is_cuda": lambda: False,
         "sglang.srt.utils.is_hip": lambda: False,
         "sglang.srt.utils.is_xpu": lambda: False,
@@ -123,14 +125,18 @@ def _stub() -> None:
         f"{context}.tc_piecewise_cuda_graph.get_tc_piecewise_forward_context": (
             lambda: WORLD.forward_context
         ),
+        "sglang.srt.model_executor.runner_utils.pool.GraphPoolPrecarve": MagicMock,
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter": SimpleNamespace(
+            create=lambda enable: None
+        ),
         "sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
         "sglang.srt.managers.scheduler.Scheduler": Scheduler,
+        "sglang.srt.model_loader.loader.DefaultModelLoader": DefaultModelLoader,
     }.items():
         WHEEL.set(path, value)
     for number, name in enumerate(("MODE_DECODE", "MODE_VERIFY", "MODE_EXTEND")):
         WHEEL.set(f"sglang.kernels.ops.embeddings.engram_hash.{name}", number)
-    engram = WHEEL.load(ENGRAM)
-    engram.build_compressed_token_map = lru_cache(engram.build_compressed_token_map)
+    maps_once(WHEEL.load(ENGRAM))
 
 
 _stub()
@@ -149,7 +155,7 @@ class Model(torch.nn.Module):
         assert path is not None
         self.hasher = engram.EngramHasher(
             self.layout,
-            _tokenizer(path.read_bytes()),
+            Tokenizer.of(path),
             config.engram_pad_token_id,
             config.engram_compressed_vocab_size,
         )
@@ -199,6 +205,48 @@ def schedule_batch(chunks: Sequence[tuple[Sequence[int], int, int]]) -> SimpleNa
         extend_lens=[end - begin for _, begin, end in chunks],
         encoder_swa_reset=None,
     )
+
+
+class Graph(TorchDispatchMode):
+    """In the place of a CUDA graph: operators on tensors, run again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a graph cannot wait for a number"
+        result = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._done:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class FullGraphs:
+    """SGLang's own backend of full CUDA graphs, with graphs of a CPU."""
+
+    def __init__(self, monkeypatch: Any, capturing: Any) -> None:
+        """capturing: the name of the product's function that tells whether a graph is captured."""
+        self._captures = False
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(capturing, lambda _: self._captures)
+        device = SimpleNamespace(synchronize=lambda: None, graph=self._capture)
+        self.backend = WHEEL.load(FULL).FullCudaGraphBackend(SimpleNamespace(device_module=device))
+
+    @contextmanager
+    def _capture(self, cuda_graph: Graph, pool: Any, stream: Any) -> Any:
+        self._captures = True
+        try:
+            with cuda_graph:
+                yield
+        finally:
+            self._captures = False
 
 
 class Capture:

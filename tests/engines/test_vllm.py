@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import vllm_world
-from conftest import Served
-from support.serving import until
+from conftest import Served, bits
+from schedules import Schedule, Work
+from support.serving import serving, until
 from support.truth import IMAGE, same
 from vllm_world import WORLD, CUDAGraphMode, Requests, input_batch, vllm_config
 
@@ -18,6 +20,7 @@ from engram_client import EngramClient, MismatchError, UnavailableError
 from engram_client.adapters import vllm as plugin
 from engram_client.adapters._settings import Settings
 from engram_client.adapters._vllm_model import build
+from engram_server.tables.synth import synthesise
 
 TEXT = [0, 3, 17, 17, 29, 4051, 128000, 5, 6, 7, *range(1000, 1030), 3, 17, 64000, 9, 8]
 WITH_IMAGE = [3, 17, IMAGE, IMAGE, IMAGE, 29, 5, 6, 7, 8, IMAGE, 4051]
@@ -68,10 +71,6 @@ def by_the_book(served: Served, chunks: Sequence[tuple[Sequence[int], int, int]]
     ids = np.concatenate([served.truth.ids(tokens)[begin:end] for tokens, begin, end in chunks])
     values = served.truth.values(ids, "bf16")
     return {layer: values[:, index] for index, layer in enumerate(served.truth.layers)}
-
-
-def bits(rows: torch.Tensor) -> np.ndarray:
-    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def check(engine: Engine, rows: dict[int, torch.Tensor], expected: dict[int, np.ndarray]) -> None:
@@ -239,6 +238,57 @@ def test_the_model_holds_no_table_and_reads_none(fp4: Served, monkeypatch: pytes
     assert engine.model.load_weights((name, None) for name in [*table, *kept]) == set(kept)
 
 
+# --------------------------------------------------------------------------------------------- whole schedules
+
+
+def computed(engine: Engine, works: Sequence[Work], padding: int) -> None:
+    """A step of this work: every row compared."""
+    for work in works:  # behind what is known of a request lies what another has left in its slot
+        engine.requests.accept(work.slot, [*work.before, *[4051] * 9])
+    tokens = sum(len(work.tokens) for work in works)
+    rows = engine.step([(work.slot, work.begin, work.tokens) for work in works], tokens + padding)
+    spans = [([*work.before, *work.tokens], work.begin, work.begin + len(work.tokens)) for work in works]
+    check(engine, rows, by_the_book(engine.served, spans))
+
+
+def test_rows_of_any_schedule(fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    engine, schedule = Engine(fp4, monkeypatch), Schedule(3, slots=vllm_world.MAX_REQUESTS, requests=4)
+    for step in range(16):
+        computed(engine, schedule.step(mixed=True), padding=step % 3 * 5)
+
+
+def test_a_schedule_outlives_its_server(
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, tmp_path: Path
+) -> None:
+    """Killed in the midst of it, twice, and started again."""
+    uds = tmp_path / "s"
+    mine = replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"]))
+    schedule, engine = Schedule(7, slots=vllm_world.MAX_REQUESTS, requests=4), None
+    for _ in range(3):  # the engine's clients find the second and the third by themselves
+        with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds) as server:
+            engine = engine or Engine(mine, monkeypatch)
+            for _ in range(3):
+                computed(engine, schedule.step(mixed=True), padding=2)
+            server.kill()
+
+
+def test_a_server_that_comes_back_with_another_table_stops_the_step(
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, transport: str, tmp_path: Path
+) -> None:
+    uds = tmp_path / "s"
+    with serving(fp4.checkpoint, tmp_path, listen=None, uds=uds):
+        engine = Engine(replace(fp4, server=SimpleNamespace(targets=[f"unix:{uds}"])), monkeypatch)
+        computed(engine, [Work("extend", 0, [], TEXT[:4])], padding=0)
+    other = synthesise(tmp_path / "other", 2000, "fp4", seed=5).path
+    with (
+        serving(other, tmp_path, listen=None, uds=uds),
+        pytest.raises(MismatchError, match="table"),
+    ):
+        computed(engine, [Work("extend", 0, TEXT[:4], TEXT[4:8])], padding=0)
+    with pytest.raises(RuntimeError, match="rows staged for 0"):
+        engine.model.layers["1"].prepare_embeddings(torch.zeros(1, 24, dtype=torch.int32))
+
+
 # --------------------------------------------------------------------------------------------- inline lookups
 
 
@@ -375,6 +425,16 @@ def test_a_model_without_engram_layers_needs_no_server(fp4: Served, monkeypatch:
     made: list[None] = []
     assert build(torch.nn.Module(), lambda: made.append(None), config, Settings(("127.0.0.1:1",))) is None
     assert made == [None]
+
+
+def test_vllms_log_says_that_rows_come_from_a_server(
+    fp4: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below vLLM's own name: it shows no other."""
+    caplog.set_level("INFO", logger="vllm")
+    Engine(fp4, monkeypatch)
+    said = [record.name for record in caplog.records if "Engram rows of layers 1, 14" in record.message]
+    assert said == ["vllm.engram_server"]
 
 
 def test_the_class_of_vllm_is_left_as_it_was(fp4: Served, monkeypatch: pytest.MonkeyPatch) -> None:

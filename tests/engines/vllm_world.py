@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ import torch
 import triton
 import triton.language
 from seams import segment
-from tokenizers import Tokenizer
 from torch import Tensor, nn
-from wheel import Wheel
+from wheel import Tokenizer, Wheel, maps_once
 
 from engram_client.adapters.vllm import ARCHITECTURE
 from engram_server.spec import EngramSpec
@@ -65,19 +63,6 @@ class World:
 
 
 WORLD = World()
-
-
-class _Tokenizer:
-    """As much of a fast tokenizer of transformers as a token map needs."""
-
-    def __init__(self, content: bytes) -> None:
-        self.backend_tokenizer = Tokenizer.from_buffer(content)
-
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-_tokenizer = lru_cache(_Tokenizer)
 
 
 class _Linear(nn.Module):
@@ -178,15 +163,14 @@ def _stub() -> None:
         "vllm.v1.worker.gpu.mm.rope.get_rope_state": lambda *_, **__: None,
         "vllm.v1.worker.gpu.model_states.mm_pruning.maybe_create_mm_pruner": lambda *_, **__: None,
         "transformers.AutoTokenizer": SimpleNamespace(
-            from_pretrained=lambda path, **_: _tokenizer(Path(path).read_bytes())
+            from_pretrained=lambda path, **_: Tokenizer.of(Path(path))
         ),
     }.items():
         WHEEL.set(path, value)
     _Model.__name__ = ARCHITECTURE
     engram = WHEEL.load(ENGRAM)
     engram._engram_lookup_kernel = _Interpreted(engram._engram_lookup_kernel)
-    # Seconds, and the same map for every model made here.
-    engram.build_compressed_token_map = lru_cache(engram.build_compressed_token_map)
+    maps_once(engram)
     # For ParallelEngramEmbedding, which sizes its grid by the GPU.
     torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)  # type: ignore[assignment]

@@ -12,10 +12,13 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence, Set
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
+
+import tokenizers
 
 SOURCES = Path(__file__).parents[2] / "data/engines/src"
 
@@ -92,6 +95,26 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         pass
+
+
+class Tokenizer:
+    """As much of a fast tokenizer of transformers as a token map needs."""
+
+    def __init__(self, content: bytes) -> None:
+        self.backend_tokenizer = tokenizers.Tokenizer.from_buffer(content)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    @cache
+    def of(cls, path: Path) -> Tokenizer:
+        return cls(path.read_bytes())
+
+
+def maps_once(engram: Any) -> None:
+    """Have an engine's module make the same token map once, for all models: it takes seconds."""
+    engram.build_compressed_token_map = cache(engram.build_compressed_token_map)
 
 
 def source(module: str) -> Path:

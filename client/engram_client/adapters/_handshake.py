@@ -53,6 +53,24 @@ class EngineFacts:
         return hashlib.sha256(numbers.tobytes()).digest()
 
 
+def agree(
+    server: Description, engine: EngineFacts, checkpoint: str, settings: Settings, log: logging.Logger = _log
+) -> None:
+    """Shake hands, and say in the engine's log that its rows come from a server.
+
+    checkpoint: the engine's directory, or a name. Raises MismatchError as `check` does.
+    """
+    tables = known_tables(checkpoint, tuple(engine.rows), settings)
+    targets = ", ".join(settings.targets)
+    check(server, engine, tables, targets)
+    log.info(
+        "Engram rows of layers %s come from %s; table digests compared: %s",
+        ", ".join(map(str, engine.rows)),
+        targets,
+        ", ".join(map(str, sorted(tables))) or "none",
+    )
+
+
 def check(server: Description, engine: EngineFacts, tables: Mapping[int, bytes], target: str) -> None:
     """Raise MismatchError, naming all that differs, unless the server's rows are the engine's.
 

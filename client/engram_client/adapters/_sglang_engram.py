@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from engram_client._sync import EngramClient
-from engram_client.adapters import _handshake
+from engram_client.adapters import _handshake, _sglang_graphs
 from engram_client.adapters._handshake import EngineFacts
 from engram_client.adapters._rows import RowSource, Wanted
 from engram_client.adapters._settings import Settings
+from engram_client.adapters._sglang_graphs import FullGraphs
 from engram_client.torch import RowPrefetcher
 from engram_kernels.device import ScaleRule
 
@@ -25,7 +26,9 @@ def scale_rule(device: torch.device) -> ScaleRule:
     return "sglang-cpu" if device.type == "cpu" else "sglang"
 
 
-def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> type[nn.Module]:
+def embedding_class(
+    engram: ModuleType, connect: Callable[[], EngramClient], graphs: FullGraphs
+) -> type[nn.Module]:
     """An `EngramEmbedding` whose rows come from a server. engram: the module sglang.srt.layers.engram."""
 
     class RemoteEngramEmbedding(engram.EngramEmbedding):  # type: ignore[misc, name-defined]
@@ -43,9 +46,12 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             self.dim = dim
             self.layer_id = layer_id
             self.num_embeddings = num_embeddings
-            self.tp_size = parallel.tp_size
+            # Under DP attention a rank with staged rows would not join the collectives of one without: each takes all
+            # rows of its own tokens, and waits for nobody.
+            alone = parallel.attn_dp_size > 1
+            self.tp_size = 1 if alone else parallel.tp_size
             self.row_start, row_end = engram.shard_range(
-                num_embeddings, column_bounds, parallel.tp_rank, self.tp_size
+                num_embeddings, column_bounds, 0 if alone else parallel.tp_rank, self.tp_size
             )
             self.rows = row_end - self.row_start
             self.host_table = None
@@ -58,11 +64,22 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             )
             self._whole_columns = {self.row_start, row_end} <= set(column_bounds)
             self._source: RowSource | None = None
+            self.hash_index = -1
+            """Of the layer in the hash, from when the model has been loaded."""
+
+        def forward(
+            self, indices: Tensor, forward_batch: Any = None, *, cp_all_tokens: bool = False
+        ) -> Tensor:
+            """As SGLang's: bf16 [T, columns, dim] of ids [T, columns]."""
+            with graphs.lookups_of(forward_batch):
+                rows: Tensor = super().forward(indices, forward_batch, cp_all_tokens=cp_all_tokens)
+            return rows
 
         def _owned_rows(self, indices: Tensor) -> Tensor:
             """bf16 [T, columns, dim] of ids [T, columns]: this rank's rows, zeros for the rest.
 
-            In a breakable CUDA graph the rows of each replay are fetched between its segments.
+            In a breakable CUDA graph the rows of each replay are fetched between its segments; in a full one they have
+            been staged before.
             """
             out: Tensor = self.new_rows(indices)
             fill(self, indices, out)
@@ -76,24 +93,29 @@ def embedding_class(engram: ModuleType, connect: Callable[[], EngramClient]) -> 
             return out
 
         def _fill(self, indices: Tensor, out: Tensor) -> None:
-            if out.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "a CUDA graph is capturing an Engram lookup, whose rows come from a server and would be frozen: "
-                    "start SGLang with --cuda-graph-backend-decode breakable (or disabled), and prefill's likewise"
-                )
             if self.rows == 0:
                 out.zero_()
                 return
+            if _sglang_graphs.capturing(out):
+                graphs.capture(self, indices, out)
+                return
+            staged = _staged_for_replay(engram)
+            if staged is None:
+                graphs.warm_up(self, indices)
+                self.fetch(indices, out)
+                return
+            whole = self.dequant_staged(staged[self.layer_id][0], None, None, indices.shape)
+            begin, end = self.columns
+            out.zero_()
+            out[:, begin:end] = whole[:, begin:end]
+            if not self._whole_columns:
+                out.masked_fill_(~self._owned(indices).unsqueeze(-1), 0)
+
+        def fetch(self, indices: Tensor, out: Tensor) -> None:
+            """Write this rank's rows of ids [T, columns] to `out`, bf16 [T, columns, dim], zeros for the rest."""
             begin, end = self.columns
             out[:, :begin] = 0
             out[:, end:] = 0
-            staged = _staged_for_replay(engram)
-            if staged is not None:
-                whole = self.dequant_staged(staged[self.layer_id][0], None, None, indices.shape)
-                out[:, begin:end] = whole[:, begin:end]
-                if not self._whole_columns:
-                    out.masked_fill_(~self._owned(indices).unsqueeze(-1), 0)
-                return
             if not self._whole_columns:
                 indices = indices.masked_fill(~self._owned(indices), -1)
             if self._source is None:
@@ -125,7 +147,13 @@ def _staged_for_replay(engram: ModuleType) -> dict[int, Any] | None:
     return None if staged is None else {entry[1]: entry for entry in staged}
 
 
-def stager_class(staging: ModuleType, embedding: type[nn.Module], settings: Settings) -> type[Any]:
+def stager_class(
+    staging: ModuleType,
+    embedding: type[nn.Module],
+    connect: Callable[[], EngramClient],
+    settings: Settings,
+    graphs: FullGraphs,
+) -> type[Any]:
     """An `EngramRowStager` that asks for rows instead of gathering them.
 
     staging: the module sglang.srt.layers.engram_staging. embedding: what `embedding_class` made.
@@ -148,19 +176,28 @@ def stager_class(staging: ModuleType, embedding: type[nn.Module], settings: Sett
         def from_model(cls, model: nn.Module, hasher: Any, device: torch.device) -> Any:
             """A stager for a model that `embedding` serves; None when its rows are to be looked up in the forward.
 
-            Shakes hands with the server: raises MismatchError when its rows are not the engine's.
+            Shakes hands with the server: raises MismatchError when its rows are not the engine's. Raises RuntimeError
+            when the model has tables after all.
             """
             modules = [part for part in model.modules() if isinstance(part, staging.Engram)]
             modules.sort(key=lambda module: module.layer_hash_index)
-            embeds = [module.embed for module in modules if isinstance(module.embed, embedding)]
+            embeds = [module.embed for module in modules]
             if not embeds:
                 return None
-            client = settings.client()
+            if not all(isinstance(embed, embedding) for embed in embeds):
+                raise RuntimeError(
+                    "SGLang has not applied engram-server's hook to EngramEmbedding (its log says why), and has made "
+                    "Engram tables of its own: unset ENGRAM_SERVER_TARGET, or run SGLang 0.5.23"
+                )
+            for module in modules:
+                module.embed.hash_index = module.layer_hash_index
+            graphs.hasher = hasher
+            client = connect()
             shake_hands(client, hasher, embeds, settings)
-            # Prefill context parallelism hashes the whole prompt and keeps a part of the rows.
-            staged = staging.envs.SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING.get()
-            if not staged or staging.get_parallel().attn_cp_size > 1:
-                client.close()
+            # Off unless told otherwise for SGLang's own tables, on for ours. Prefill context parallelism hashes the
+            # whole prompt and keeps a part of the rows.
+            switch = staging.envs.SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING
+            if (switch.is_set() and not switch.get()) or staging.get_parallel().attn_cp_size > 1:
                 return None
             return cls(hasher, embeds, device, client)
 
@@ -197,8 +234,7 @@ def shake_hands(client: EngramClient, hasher: Any, embeds: list[Any], settings: 
         # A text-only model knows no image token and hashes none; the server's is then as good as any.
         image_token_id=description.model.image_token_id if image is None else image,
     )
-    tables = _handshake.known_tables(_model_path(), tuple(facts.rows), settings)
-    _handshake.check(description, facts, tables, ", ".join(settings.targets))
+    _handshake.agree(description, facts, _model_path(), settings)
 
 
 def _model_path() -> str:

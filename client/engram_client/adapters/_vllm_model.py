@@ -12,7 +12,8 @@ from engram_client.adapters import _handshake, _vllm_engram
 from engram_client.adapters._handshake import EngineFacts
 from engram_client.adapters._settings import Settings
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.engram_server")
+"""vLLM shows what is logged below its own name."""
 
 
 def build(
@@ -36,15 +37,7 @@ def build(
         client.close()
         return None
     facts = facts_of(hash_states[0], IMAGE_SENTINEL_BASE_ID)
-    tables = _handshake.known_tables(config.model_config.model, tuple(facts.rows), settings)
-    _handshake.check(client.describe(), facts, tables, ", ".join(settings.targets))
-    _log.info(
-        "Engram rows come from %s, %s; layers %s, table digests compared: %s",
-        ", ".join(settings.targets),
-        settings.lookup,
-        list(facts.rows),
-        sorted(tables) or "none",
-    )
+    _handshake.agree(client.describe(), facts, config.model_config.model, settings, _log)
     if not staged:
         return None
     modules = {part.embed_tokens.layer: part for part in model.modules() if isinstance(part, engram.Engram)}

@@ -1,6 +1,5 @@
-"""vLLM 0.33 as the plugin knows it. A newer wheel that moved something fails here, by name."""
+"""vLLM 0.33 as the plugin knows it."""
 
-import pytest
 from seams import Seam
 
 ENGRAM = "vllm.models.deepseek_v41.common.engram"
@@ -162,6 +161,19 @@ SEAMS = [
         why="shards that hold nothing but tables are not read",
     ),
     Seam(
+        "vllm.model_executor.model_loader.weight_utils",
+        "filter_duplicate_safetensors_files",
+        uses=("missing_files = weight_files_in_index - hf_weights_files_set", "raise FileNotFoundError("),
+        why="README says that an index must not name shards that are missing",
+    ),
+    Seam(
+        "vllm.config.vllm",
+        "VllmConfig._resolve_and_verify_engram_config",
+        "self",
+        uses=("and self.parallel_config.use_ubatching", "raise ValueError("),
+        why="micro-batches, whose rows would need places of their own, are refused by vLLM itself",
+    ),
+    Seam(
         "vllm.plugins",
         "load_general_plugins",
         "",
@@ -181,26 +193,3 @@ SEAMS = [
         why="unsuited configurations are refused by these",
     ),
 ]
-
-
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
-def test_vllm_is_as_the_plugin_knows_it(seam: Seam) -> None:
-    moved = seam.moved()
-    assert not moved, moved
-
-
-@pytest.mark.parametrize(
-    ("seam", "sentence"),
-    [
-        (Seam(ENGRAM, "Engram.nowhere", why="x"), "Engram.nowhere is gone"),
-        (Seam("vllm.nowhere", "Engram", why="x"), "vllm.nowhere.Engram is gone"),
-        (Seam(ENGRAM, "Engram.embed", "self tokens", why="x"), "takes (self hash_ids), not (self tokens)"),
-        (
-            Seam(ENGRAM, "Engram._finish_prefetch", why="x"),
-            "decorated with eager_break_during_capture, not nothing",
-        ),
-        (Seam(ENGRAM, "Engram.embed", uses=("self.rows",), why="x"), "no longer has `self.rows`"),
-    ],
-)
-def test_what_moved_is_named(seam: Seam, sentence: str) -> None:
-    assert sentence in seam.moved()
