@@ -232,6 +232,30 @@ def test_a_synthetic_checkpoint_has_the_released_shapes(fp4_checkpoint: Path) ->
     assert torch.equal(layer(hidden, rows), hidden)  # its wkv is zeros
 
 
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"text_config": {"rms_norm_eps": "1e-20"}},
+            r"config\.json: rms_norm_eps is '1e-20'; expected a number above 0",
+        ),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),  # zeros would become NaN
+        ({"text_config": None}, r"config\.json has no object of the model's settings"),
+        ([], "no object"),
+    ],
+)
+def test_a_config_without_a_sensible_eps_is_refused(tmp_path: Path, config: Any, sentence: str) -> None:
+    parts = Parts("BF16")
+    parts.config = config
+    with pytest.raises(TableError, match=sentence):
+        EngramLayer.from_checkpoint(parts.write(tmp_path), 1)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(TableError, match=r"config\.json is no JSON"):
+        EngramLayer.from_checkpoint(tmp_path, 1)
+
+
 def test_a_checkpoint_without_the_layer_or_of_another_shape_is_refused(tmp_path: Path) -> None:
     parts = Parts("F8_E4M3")
     with pytest.raises(TableError, match=r"lists no 'layers\.14\.engram\.q_weight'"):
