@@ -1,4 +1,5 @@
-"""Bytes between the host and a device: pinned memory made once, a stream beside the model's. Needs torch.
+"""Bytes between the host and a device: pinned memory made once or memory told to the driver, a stream beside the
+model's. Needs torch.
 
 On the CPU the same calls copy plainly, and are done when they return; so all that uses them runs without a GPU.
 """

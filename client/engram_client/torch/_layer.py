@@ -29,7 +29,8 @@ class EngramLayer(nn.Module):
         gate = sigmoid(copysign(sqrt(max(|dot|, 1e-6)), dot)), 0 at image positions
         out  = h + gate · value, cast once
 
-    Engines multiply by wkv in FP8 and so differ in the last bits. Parameters are named as in the checkpoint.
+    Engines multiply by wkv in FP8 and so differ in the last bits; so would torch's TF32, which is off unless asked for
+    (`torch.set_float32_matmul_precision`). Parameters are named as in the checkpoint.
     """
 
     def __init__(

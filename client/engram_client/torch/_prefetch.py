@@ -289,9 +289,8 @@ class _Server:
     def begin(self, ask: _Ask, layer: int) -> _Pending:
         try:
             rows: RowsInPlace = ask(self._in_place, layer)
-        except (
-            InvalidRequestError
-        ):  # or too large for the shared memory, through which `lookup` goes piece by piece
+        except InvalidRequestError:
+            # Or larger than the shared memory, through which a lookup that blocks has it piece by piece.
             return self._threads.begin(ask, layer)
         if rows.over_grpc:
             pending: PendingLookup = ask(self._opened(), layer)
