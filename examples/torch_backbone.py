@@ -3,8 +3,9 @@
     python examples/torch_backbone.py
 
 A prompt is prefilled and continued greedily. With tables resident, rows come from `nn.Embedding`; with tables remote,
-from an engram-server process over gRPC, asked for when a step's tokens are known and waited for at the layer that needs
-them. The logits are equal bit for bit, and the histogram says how long the forward waited.
+from an engram-server process (through shared memory, as on any one host), asked for when a step's tokens are known and
+waited for at the layer that needs them. The logits are equal bit for bit, and the histogram says how long the forward
+waited.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import device_rows as rows
-from support.device_rows import FORMATS, Way
+from support.device_rows import ConvertRowsTests
 
 from engram_kernels.device import convert_rows
 
@@ -22,60 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 ROOT = Path(__file__).resolve().parents[1]
 
-WAYS = {"triton": Way("cpu", "triton"), "torch": Way("cpu", "torch"), "auto": Way("cpu", "auto")}
 
-every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-every_format = pytest.mark.parametrize(("kind", "fmt"), FORMATS)
-
-
-@every_way
-@every_format
-def test_every_code_under_every_scale(way: Way, kind: str, fmt: str) -> None:
-    rows.check_every_code_under_every_scale(way, kind, fmt)
-
-
-@every_way
-@every_format
-def test_each_block_takes_its_own_scale(way: Way, kind: str, fmt: str) -> None:
-    rows.check_each_block_takes_its_own_scale(way, kind, fmt)
-
-
-@every_way
-@every_format
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_rows_by_number_and_padding(way: Way, kind: str, fmt: str, dtype: type) -> None:
-    rows.check_expansion(way, kind, fmt, dtype)
-
-
-@every_way
-@every_format
-def test_padding_without_an_index(way: Way, kind: str, fmt: str) -> None:
-    rows.check_padding_without_an_index(way, kind, fmt)
-
-
-@every_way
-@every_format
-def test_a_number_that_is_no_row_gives_nan(way: Way, kind: str, fmt: str) -> None:
-    rows.check_a_number_that_is_no_row_gives_nan(way, kind, fmt)
-
-
-@every_way
-@every_format
-@pytest.mark.parametrize("shift", [24, 5])
-def test_strided_views(way: Way, kind: str, fmt: str, shift: int) -> None:
-    rows.check_strided_views(way, kind, fmt, shift)
-
-
-@every_way
-@pytest.mark.parametrize("kind", ["fp4", "fp8"])
-def test_scale_bytes_by_the_rules_of_others(way: Way, kind: str) -> None:
-    rows.check_scale_rules(way, kind)
-
-
-@every_way
-@every_format
-def test_nothing_to_do(way: Way, kind: str, fmt: str) -> None:
-    rows.check_nothing_to_do(way, kind, fmt)
+class TestOnTheCpu(ConvertRowsTests):
+    device = "cpu"
 
 
 def test_the_gpu_tests_refuse_without_a_gpu_in_a_sentence() -> None:

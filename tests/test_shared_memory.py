@@ -25,13 +25,16 @@ from support.serving import ServerProcess, serving, until
 from support.truth import Truth, same
 
 from engram_client import (
+    NO_RETRY,
     DataLossError,
+    DeadlineError,
     EngramClient,
     EngramError,
     InvalidRequestError,
     MismatchError,
     Retry,
     SharedMemory,
+    Timeouts,
     UnavailableError,
 )
 from engram_client._targets import is_local
@@ -257,7 +260,66 @@ def test_rows_in_place_outlive_client_and_server(fp4_checkpoint: Path, tmp_path:
             assert same(found[end].values, expected), end
 
 
+def test_rows_in_place_of_a_server_that_stands_still_run_out_of_time(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    """By the client's own limit, when the call gives none."""
+    with (
+        serving(fp4_checkpoint, tmp_path) as server,
+        EngramClient(server.targets[0], shared_memory=REQUIRED, timeouts=Timeouts(request_s=0.2)) as client,
+    ):
+        client.lookup([5], timeout=20)
+        server.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.process.pid, os.WSTOPPED)
+        pending = client.in_place().lookup([5])
+        with pytest.raises(DeadlineError):
+            pending.result()
+        server.process.send_signal(signal.SIGCONT)
+        with client.in_place().lookup([5], timeout=20) as found:
+            assert same(found.values, truth.values(truth.ids([5]), "bf16"))
+
+
 # ---------------------------------------------------------------------------------------------- restarts
+
+
+def test_lookups_in_place_begin_at_once_and_wait_for_the_server_when_they_are_wanted(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    uds = tmp_path / "socket"
+    patient = Retry(wait_for_server_s=120)
+    with EngramClient(f"unix:{uds}", shared_memory=REQUIRED, retry=patient) as client:
+        pending = [client.in_place().lookup([5])]  # there was no server yet
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds) as server:
+            pending[0].result()
+            server.kill()
+        pending.append(client.in_place().lookup([5]))
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds):
+            for rows in pending:
+                assert same(rows.result().values, truth.values(truth.ids([5]), "bf16"))
+
+
+def test_a_client_that_never_tries_twice_finds_the_memory_of_a_new_server(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    uds = tmp_path / "socket"
+    with EngramClient(f"unix:{uds}", shared_memory=REQUIRED, retry=NO_RETRY) as client:
+        for _ in range(2):
+            with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds) as server:
+                until(lambda: answers(client))
+                assert_exact(client, truth, [5, 6])
+                assert client.in_place().lookup([7]).buffer is not None
+                server.kill()
+                with pytest.raises(UnavailableError):
+                    client.lookup([5])
+
+
+def answers(client: EngramClient) -> bool:
+    """gRPC connects anew in its own time."""
+    try:
+        client.lookup([5])
+    except UnavailableError:
+        return False
+    return True
 
 
 def test_clients_resume_by_themselves_when_the_server_is_restarted_under_load(

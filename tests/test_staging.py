@@ -1,9 +1,12 @@
-"""Pinned buffers between the host and a device: their turns, seen without a GPU. tests/gpu/ has them on one."""
+"""Between the host and a device: turns of pinned buffers and memory told to CUDA, seen without a GPU. tests/gpu/ has
+them on one."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from engram_kernels import staging
 from engram_kernels.staging import SideStream, Uploader
+
+CPU = torch.device("cpu")
 
 
 class LazyStream:
@@ -67,12 +72,77 @@ def test_a_buffer_is_filled_again_only_after_its_copy(size: int, monkeypatch: py
 
 
 def test_on_the_cpu_a_copy_is_done_when_it_returns() -> None:
-    cpu = torch.device("cpu")
-    stream = SideStream(cpu)
+    stream = SideStream(CPU)
     source, target = np.arange(200, dtype=np.uint8), torch.zeros(200, dtype=torch.uint8)
     with stream.current():
-        Uploader(cpu, stream).upload(source, target)
+        Uploader(CPU, stream).upload(source, target)
     np.testing.assert_array_equal(target.numpy(), source)
     assert stream.mark() is None
     stream.finish()
-    assert not staging.host_buffer(16, cpu).is_pinned()
+    assert not staging.host_buffer(16, CPU).is_pinned()
+
+
+# ------------------------------------------------------------------------------------------- memory told to CUDA
+
+
+class Runtime:
+    """What `torch.cuda.cudart()` gives, and what was told to it."""
+
+    def __init__(self) -> None:
+        self.answer = 0
+        self.known: set[int] = set()
+        self.tried = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.tried += 1
+        if self.answer == 0:
+            assert (size, flags) == (1 << 20, 1)
+            assert address not in self.known, "the driver refuses what it knows already"
+            self.known.add(address)
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.known.remove(address)
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    stand_in = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    yield stand_in
+    assert not stand_in.known
+
+
+def test_memory_is_told_once_and_taken_back_before_it_goes(runtime: Runtime) -> None:
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    users = [staging.registered(memory, CPU) for _ in range(3)]
+    assert all(user.known for user in users)
+    assert runtime.known == {memory.ctypes.data}
+    released: list[bool] = []
+    weakref.finalize(memory, lambda: released.append(not runtime.known))
+    del memory
+    assert not released
+    users.clear()
+    assert released == [True], "the driver had forgotten it by then"
+
+
+def test_memory_that_cuda_does_not_take_is_said_once_and_its_error_is_consumed(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched: list[Any] = []
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        launched.append(options)
+        raise RuntimeError("CUDA error: the one that cudaHostRegister left behind")
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    runtime.answer = 2
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    kept = [staging.registered(memory, CPU) for _ in range(3)]
+    assert not any(user.known for user in kept)
+    assert (runtime.tried, len(launched)) == (1, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "CUDA does not take 1048576 bytes of shared memory (cudaHostRegister: error 2): rows go to the GPU through "
+        "pinned buffers, one more copy"
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,69 @@ def test_zero_rows_and_a_zero_residual_stay_finite() -> None:
     np.testing.assert_allclose(silent[:, 0].float(), half * value, rtol=1e-2, atol=1e-6)
 
 
+def test_autocast_changes_nothing() -> None:
+    layer, hidden, rows = made()
+    expected = layer(hidden.float(), rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(hidden.float(), rows), expected)
+        assert torch.equal(layer(hidden, rows), layer(hidden.float(), rows).bfloat16())
+
+
+def test_copies_compiled_and_restored_layers_compute_the_same() -> None:
+    layer, hidden, rows = made()
+    expected = layer(hidden, rows)
+    restored = EngramLayer(HIDDEN, STREAMS, COLUMNS)
+    restored.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for other in (restored, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), compiled):
+        assert torch.equal(other(hidden, rows), expected)
+    with torch.inference_mode():
+        assert torch.equal(layer(hidden, rows), expected)
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    """Against central differences of the oracle in float64."""
+    layer, hidden, rows = made(dtype=torch.float32)
+    wide = hidden.float().requires_grad_()
+    layer(wide, rows).square().sum().backward()
+    assert wide.grad is not None
+    none = np.zeros(TOKENS, dtype=np.bool_)
+    for at in ((0, 0, 3), (2, 1, 50), (4, 3, 63)):
+        ends = []
+        for step in (1e-4, -1e-4):
+            moved = hidden.double()
+            moved[at] += step
+            ends.append(np.square(expected(layer, moved, rows, none)).sum())
+        assert wide.grad[at].item() == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-3, abs=1e-4)
+
+
+def test_tensors_that_do_not_fit_are_refused_and_none_is_broadcast() -> None:
+    layer, hidden, rows = made()
+    mask = torch.zeros(TOKENS, dtype=torch.bool)
+    wrong: list[tuple[tuple[torch.Tensor, ...], str]] = [
+        (
+            (hidden, rows[:1]),
+            r"rows is torch.bfloat16 of shape \[1, 24, 256\] on cpu; expected floating point \[5, 24",
+        ),
+        ((hidden, rows.view(torch.int16)), "rows is torch.int16"),  # bits of bf16, as NumPy has them
+        ((hidden, rows.flatten(1)), "rows is"),
+        ((hidden, rows[:, :12]), "rows is"),
+        ((hidden, rows.to("meta")), "rows is .* on meta; expected .* on cpu"),
+        ((hidden[:1], rows), r"rows is .* expected floating point \[1, 24, 256\]"),
+        ((hidden[:, 0], rows), "hidden is"),
+        ((hidden[:, :1], rows), "hidden is"),
+        ((hidden[None], rows), "hidden is"),
+        ((hidden.int(), rows), "hidden is torch.int32"),
+        ((hidden, rows, mask[:1]), "mask is"),
+        ((hidden, rows, mask[:, None]), "mask is"),
+        ((hidden, rows, mask.int()), "mask is torch.int32 .* expected bool"),
+    ]
+    for tensors, sentence in wrong:
+        with pytest.raises(ValueError, match=sentence):
+            layer(*tensors)
+    assert layer(hidden[:0], rows[:0], mask[:0]).shape == (0, STREAMS, HIDDEN)
+
+
 def test_the_released_shape() -> None:
     with torch.device("meta"):
         layer = EngramLayer()
@@ -165,6 +230,30 @@ def test_a_synthetic_checkpoint_has_the_released_shapes(fp4_checkpoint: Path) ->
     assert (layer.hidden, layer.streams, layer.eps) == (5120, 4, 1e-20)
     hidden, rows = torch.randn(2, 4, 5120).bfloat16(), torch.randn(2, 24, 256).bfloat16()
     assert torch.equal(layer(hidden, rows), hidden)  # its wkv is zeros
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"text_config": {"rms_norm_eps": "1e-20"}},
+            r"config\.json: rms_norm_eps is '1e-20'; expected a number above 0",
+        ),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),  # zeros would become NaN
+        ({"text_config": None}, r"config\.json has no object of the model's settings"),
+        ([], "no object"),
+    ],
+)
+def test_a_config_without_a_sensible_eps_is_refused(tmp_path: Path, config: Any, sentence: str) -> None:
+    parts = Parts("BF16")
+    parts.config = config
+    with pytest.raises(TableError, match=sentence):
+        EngramLayer.from_checkpoint(parts.write(tmp_path), 1)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(TableError, match=r"config\.json is no JSON"):
+        EngramLayer.from_checkpoint(tmp_path, 1)
 
 
 def test_a_checkpoint_without_the_layer_or_of_another_shape_is_refused(tmp_path: Path) -> None:

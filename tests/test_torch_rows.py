@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -13,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from support.serving import ServerProcess, serving, until
 from support.truth import IMAGE, Truth
 
@@ -28,6 +35,8 @@ from engram_client import (
     Lookup,
     MismatchError,
     OverloadedError,
+    Retry,
+    SharedMemory,
     UnavailableError,
 )
 from engram_client._query import LookupMethods, Query
@@ -51,15 +60,16 @@ def server(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield running
 
 
-@pytest.fixture(params=["embedded", "grpc tcp", "grpc uds"])
+@pytest.fixture(params=["embedded", "grpc tcp", "grpc uds", "shared memory"])
 def client(
     request: pytest.FixtureRequest, truth: Truth, server: ServerProcess
 ) -> Iterator[EngramClient | EngramMemory]:
     if request.param == "embedded":
-        with EngramMemory.open(truth.path) as memory:
+        with EngramMemory.open(truth.path, cache_bytes=1 << 20) as memory:
             yield memory
     else:
-        with EngramClient(server.targets[request.param == "grpc uds"]) as remote:
+        use = "require" if request.param == "shared memory" else "off"
+        with EngramClient(server.targets[request.param == "grpc uds"], shared_memory=use) as remote:
             yield remote
 
 
@@ -178,6 +188,9 @@ def test_an_embedding_of_row_ids(
             rows(torch.from_numpy(ids))
         with pytest.raises(InvalidRequestError, match="24 columns"):
             rows(torch.zeros(2, 23, dtype=dtype))
+        for shape in ([], [0, 0], [5, 0]):
+            with pytest.raises(InvalidRequestError, match=r"row ids have shape .*; expected \[\.\.\., 24\]"):
+                rows(torch.zeros(shape, dtype=dtype))
         with pytest.raises(ValueError, match="layer 2 has no table here; the layers served are 1, 14"):
             EngramRows(prefetcher, 2)
 
@@ -274,6 +287,85 @@ def test_a_step_cancelled_in_time_is_never_asked_for(memory: EngramMemory) -> No
     assert len(client.asked) == 4
 
 
+# ------------------------------------------------------------------------------------------ through shared memory
+
+
+SMALL = SharedMemory("require", data_bytes=1 << 20)
+"""Room for 85 tokens of one layer in bf16."""
+
+
+def test_rows_leave_the_shared_memory_and_give_their_room_back(
+    server: ServerProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty times what fits: some waited for, some cancelled, some forgotten, all of them in place."""
+    for way in ("stream", "_run"):
+        monkeypatch.setattr(EngramClient, way, lambda *_: pytest.fail("not in place"))
+    sequences = [[n, *range(50 + n, 79 + n)] for n in range(80)]
+    with EngramClient(server.targets[1], shared_memory=SMALL) as client, RowPrefetcher(client) as prefetcher:
+        kept = []
+        for n, tokens in enumerate(sequences):
+            step = prefetcher.prefetch(tokens)
+            if n % 3 == 0:
+                kept.append((tokens, step.wait(1), step.wait(14)))
+            elif n % 3 == 1:
+                step.cancel()
+            prefetcher.prefetch(tokens[:1]).wait(14)
+        for tokens, *found in kept:
+            for layer, rows in zip((1, 14), found, strict=True):
+                assert_exact(rows, truth, layer, truth.ids(tokens))
+                assert rows.mask is not None
+                assert not rows.mask.any()
+
+
+@pytest.mark.parametrize(("row_format", "unique"), FORMS)
+def test_a_step_larger_than_the_shared_memory(
+    server: ServerProcess, truth: Truth, row_format: Any, unique: bool
+) -> None:
+    tokens = list(range(500))
+    options: dict[str, Any] = {"row_format": row_format, "unique": unique}
+    with (
+        EngramClient(server.targets[1], shared_memory=SMALL) as client,
+        RowPrefetcher(client, **options) as prefetcher,
+    ):
+        steps = [prefetcher.prefetch(tokens[n:]) for n in range(3)]
+        steps.append(prefetcher.prefetch(TOKENS))
+        for n, step in enumerate(steps):
+            ids = truth.ids(tokens[n:] if n < 3 else TOKENS)
+            for layer in (14, 1):
+                assert_exact(step.wait(layer), truth, layer, ids)
+
+
+def test_shared_memory_that_others_fill_leaves_steps_to_come_another_way(
+    server: ServerProcess, truth: Truth
+) -> None:
+    with EngramClient(server.targets[1], shared_memory=SMALL) as client, RowPrefetcher(client) as prefetcher:
+        with client.in_place().lookup(range(42)) as held:  # both layers: all but 16 KiB
+            assert_exact(prefetcher.prefetch(TOKENS).wait(14), truth, 14, truth.ids(TOKENS))
+            np.testing.assert_array_equal(held.values, truth.values(truth.ids(list(range(42))), "bf16"))
+        assert_exact(prefetcher.prefetch(TOKENS).wait(14), truth, 14, truth.ids(TOKENS))
+
+
+def test_steps_of_a_server_that_ends_under_load_are_exact_or_an_error(truth: Truth, tmp_path: Path) -> None:
+    """Killed and started again while steps are under way, which go on by themselves."""
+    uds = tmp_path / "socket"
+    options: dict[str, Any] = {"listen": None, "uds": uds}
+    patient = Retry(wait_for_server_s=120)
+    with (
+        EngramClient(f"unix:{uds}", shared_memory="require", retry=patient) as client,
+        serving(truth.path, tmp_path, **options) as first,
+        RowPrefetcher(client) as prefetcher,
+    ):
+        steps = []
+        for n in range(12):
+            steps.append(prefetcher.prefetch(TOKENS[n:]))
+            if n == 6:
+                first.kill()
+        with serving(truth.path, tmp_path, **options):
+            for n, step in enumerate(steps):
+                for layer in (1, 14):
+                    assert_exact(step.wait(layer), truth, layer, truth.ids(TOKENS[n:]))
+
+
 # --------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -287,16 +379,21 @@ def test_what_is_wrong_with_a_request_is_raised_by_wait(
                 step.wait(layer)
         with pytest.raises(InvalidRequestError, match="expected integers"):
             prefetcher.prefetch(torch.tensor([0.5])).wait(1)
+        with pytest.raises(InvalidRequestError, match="ids are no array"):
+            prefetcher.prefetch([[1], [2, 3]])
         with pytest.raises(InvalidRequestError, match="layer 2 was not asked for; this step has 1, 14"):
             prefetcher.prefetch([5]).wait(2)
         assert_exact(prefetcher.prefetch([5]).wait(1), truth, 1, truth.ids([5]))
 
 
-def test_a_server_that_goes_away_is_an_error_and_never_old_rows(truth: Truth, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", ["off", "require"])
+def test_a_server_that_goes_away_is_an_error_and_never_old_rows(
+    truth: Truth, tmp_path: Path, use: Any
+) -> None:
     uds = tmp_path / "socket"
     options: dict[str, Any] = {"listen": None, "uds": uds}
     with (
-        EngramClient(f"unix:{uds}", retry=NO_RETRY) as client,
+        EngramClient(f"unix:{uds}", retry=NO_RETRY, shared_memory=use) as client,
         serving(truth.path, tmp_path, **options) as first,
         RowPrefetcher(client) as prefetcher,
     ):
@@ -344,8 +441,12 @@ def test_closing_leaves_nobody_waiting(memory: EngramMemory, truth: Truth) -> No
         prefetcher.prefetch([1])
 
 
-def test_closing_ends_a_stream_whose_server_is_gone(truth: Truth, tmp_path: Path) -> None:
-    with serving(truth.path, tmp_path) as server, EngramClient(server.targets[0]) as client:
+@pytest.mark.parametrize("use", ["off", "auto"])
+def test_closing_ends_lookups_whose_server_is_gone(truth: Truth, tmp_path: Path, use: Any) -> None:
+    with (
+        serving(truth.path, tmp_path) as server,
+        EngramClient(server.targets[0], shared_memory=use) as client,
+    ):
         prefetcher = RowPrefetcher(client)
         prefetcher.prefetch([5]).wait(14)
         server.kill()
@@ -365,6 +466,102 @@ def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:
 def test_a_client_that_must_be_awaited_is_refused(server: ServerProcess) -> None:
     with pytest.raises(TypeError, match="a forward does not await"):
         RowPrefetcher(AsyncEngramClient(server.targets[0]))  # type: ignore[arg-type]
+
+
+def test_options_that_make_no_sense_are_refused(memory: EngramMemory) -> None:
+    for option, sentence in (
+        ({"row_format": "fp8"}, "row_format is 'fp8'; expected one of auto, packed, bf16"),
+        ({"steps_max": 0}, "steps_max is 0; at least one step must be under way"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            RowPrefetcher(memory, **option)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ as modules are used
+
+
+def test_copies_of_a_model_share_the_prefetcher_and_files_cannot_have_it(
+    memory: EngramMemory, truth: Truth
+) -> None:
+    with RowPrefetcher(memory) as prefetcher:
+        rows = EngramRows(prefetcher, 1)
+        ids = truth.ids(TOKENS)[:, 0]
+        copied = copy.deepcopy(torch.nn.Sequential(rows))
+        np.testing.assert_array_equal(bits(copied(torch.from_numpy(ids))), truth.rows(1, ids, "bf16"))
+        with pytest.raises(TypeError, match="is threads and a connection, not data: make a new one"):
+            pickle.dumps(rows)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_and_inference_forwards_ask_anew_each_time(memory: EngramMemory, truth: Truth) -> None:
+    with RowPrefetcher(memory) as prefetcher:
+        rows = EngramRows(prefetcher, 1)
+        compiled = torch.compile(rows, backend="eager")
+        for n in range(3):
+            ids = truth.ids(TOKENS[n:])[:, 0]
+            for module in (rows, compiled):
+                np.testing.assert_array_equal(bits(module(torch.from_numpy(ids))), truth.rows(1, ids, "bf16"))
+            with torch.inference_mode():
+                np.testing.assert_array_equal(bits(rows(torch.from_numpy(ids))), truth.rows(1, ids, "bf16"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_which_would_keep_the_rows_is_refused(memory: EngramMemory) -> None:
+    with RowPrefetcher(memory) as prefetcher:
+        rows = EngramRows(prefetcher, 1)
+        with pytest.raises(RuntimeError, match="a trace records, which would use them for every step"):
+            torch.jit.trace(rows, (torch.zeros(2, 24, dtype=torch.int64),))
+        assert rows(torch.zeros(2, 24, dtype=torch.int64)).shape == (2, 24, 256)
+
+
+def test_a_forked_child_is_refused_and_not_left_waiting(memory: EngramMemory, truth: Truth) -> None:
+    with RowPrefetcher(memory) as prefetcher:
+        child = os.fork()
+        if child == 0:
+            try:
+                prefetcher.prefetch(TOKENS)
+            except EngramError as error:
+                os._exit(7 if "before a fork" in str(error) else 1)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert_exact(prefetcher.prefetch(TOKENS).wait(1), truth, 1, truth.ids(TOKENS))
+
+
+def test_steps_without_end_take_no_more_memory_threads_or_descriptors(
+    client: EngramClient | EngramMemory,
+) -> None:
+    def steps(prefetcher: RowPrefetcher, count: int) -> tuple[int, int, int]:
+        for n in range(count):
+            step = prefetcher.prefetch([*TOKENS, n])
+            if n % 5 == 0:
+                step.cancel()
+            else:
+                step.wait(14 if n % 5 == 1 else 1)
+            if n % 50 == 0:
+                with pytest.raises(InvalidRequestError):
+                    prefetcher.prefetch([999_999]).wait(1)
+        gc.collect()
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return rss, threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    with RowPrefetcher(client) as prefetcher:
+        before = steps(prefetcher, 100)
+        after = steps(prefetcher, 600)
+    assert after[0] - before[0] < 64 << 20, "the rows of all steps have 550 MB"
+    assert after[1:] == before[1:]
+
+
+def test_a_process_that_closes_nothing_ends(server: ServerProcess) -> None:
+    code = (
+        "import sys; from engram_client import EngramClient; from engram_client.torch import RowPrefetcher\n"
+        "for use in ('off', 'require'):\n"
+        "    prefetcher = RowPrefetcher(EngramClient(sys.argv[1], shared_memory=use))\n"
+        "    prefetcher.prefetch([5]).wait(14)\n"
+        "    prefetcher.prefetch(range(2000))"
+    )
+    command = [sys.executable, "-c", code, server.targets[1]]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # ------------------------------------------------------------------------------------------- how long it waited
@@ -411,6 +608,12 @@ def test_waits_are_served_in_prometheus_form(memory: EngramMemory) -> None:
         port = prefetcher.waits.start_http_server(0)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             text = reply.read()
-    assert b'engram_client_wait_seconds_bucket{layer="1",le="0.001"}' in text
-    assert b"python_info" not in text
+    families = {family.name: family for family in text_string_to_metric_families(text.decode())}
+    assert families.keys() == {"engram_client_wait_seconds", "engram_client_wait_seconds_created"}
+    assert families["engram_client_wait_seconds"].type == "histogram"
+    samples = families["engram_client_wait_seconds"].samples
+    assert {sample.labels["layer"] for sample in samples} == {"1"}
+    buckets = [sample for sample in samples if sample.name.endswith("_bucket")]
+    assert [sample.value for sample in buckets] == sorted(sample.value for sample in buckets)
+    assert (buckets[-1].labels["le"], buckets[-1].value) == ("+Inf", 1)
     assert b'engram_client_wait_seconds_count{layer="1"} 1.0' in prefetcher.waits.exposition()

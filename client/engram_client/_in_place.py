@@ -29,10 +29,12 @@ class RowsInPlace:
     def __init__(self, client: EngramClient, query: Query, timeout: float | None) -> None:
         self._client = client
         self._query = query
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._attempts = client._pool.attempts(timeout)
         self._channel: SharedChannel | None = None
         self._pending: SharedLookup | None = None
         self._result: Lookup | None = None
+        self.over_grpc = False
+        """Whether shared memory is not for this lookup, or not to be had: nothing is under way before `result`."""
         self._start(timeout)
 
     def _start(self, timeout: float | None) -> None:
@@ -40,6 +42,7 @@ class RowsInPlace:
             begun = self._client._begin_shared(self._query, timeout)
         except (UnavailableError, OverloadedError, NoRoomError):
             return  # tried again, with what patience the client has, when the rows are wanted
+        self.over_grpc = begun is None
         if begun is not None:
             self._channel, self._pending = begun
 
@@ -63,12 +66,12 @@ class RowsInPlace:
 
     def _wait(self) -> Lookup:
         if self._pending is not None:
+            left_s = self._attempts.remaining_s()
             try:
-                return self._pending.in_place(self._deadline)
+                return self._pending.in_place(None if left_s is None else time.monotonic() + left_s)
             except (UnavailableError, OverloadedError):
                 self.release()
-        left_s = None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
-        return self._client._run(self._query, left_s)
+        return self._client._run(self._query, self._attempts.remaining_s())
 
     def release(self) -> None:
         """Give the rows back: arrays of the result are not to be used any more. A lookup under way is cancelled."""

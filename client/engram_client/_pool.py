@@ -182,11 +182,11 @@ class Pool:
         """A request id of this client."""
         return next(self._ids)
 
-    def attempts(self, timeout_s: float | None) -> Attempts:
-        """The tries that one call may make; timeout_s None = Timeouts.request_s."""
+    def attempts(self, timeout_s: float | None, retry: Retry | None = None) -> Attempts:
+        """The tries that one call may make; timeout_s None = Timeouts.request_s, retry None = the client's."""
         if timeout_s is None:
             timeout_s = self._timeouts.request_s
-        return Attempts(self._retry, len(self._connections), timeout_s)
+        return Attempts(retry or self._retry, len(self._connections), timeout_s)
 
     def endless_attempts(self) -> Attempts:
         """The tries of a stream that has no deadline."""
@@ -207,8 +207,9 @@ class Pool:
 
     def leave(self, connection: Connection, error: EngramError, attempts: Attempts) -> float:
         """After a failure: choose the next connection; returns the seconds to wait, or raises `error`."""
+        if isinstance(error, UnavailableError):
+            connection.forget()  # also when this call makes no other try: the next one must see a new server
         delay = attempts.delay_after(error)
-        connection.forget()
         if self._connections[self._current] is connection:
             self._current = (self._current + 1) % len(self._connections)
         return delay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from engram_client._config import Limits, Retry, SharedMemory, Timeouts
+from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts
 from engram_client._description import Description
 from engram_client._in_place import InPlaceLookups
 from engram_client._pool import Pool
@@ -77,8 +77,8 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
         return self._pool.run(lambda connection: connection.lookup(query, request_id, attempts), attempts)
 
     def _begin_shared(self, query: Query, timeout: float | None) -> tuple[SharedChannel, SharedLookup] | None:
-        """For RowsInPlace: None when there is no shared memory for it."""
-        attempts = self._pool.attempts(timeout)
+        """For RowsInPlace: None when there is no shared memory for it. One try, so that it returns at once."""
+        attempts = self._pool.attempts(timeout, NO_RETRY)
         return self._pool.run(lambda connection: connection.begin_in_place(query, attempts), attempts)
 
     def _queue(self, query: Query, give_up_s: float | None, timeout: float | None) -> Prefetched:

@@ -1,18 +1,24 @@
-"""Bytes between the host and a device: pinned memory made once, a stream beside the model's. Needs torch.
+"""Bytes between the host and a device: pinned memory made once or memory told to the driver, a stream beside the
+model's. Needs torch.
 
 On the CPU the same calls copy plainly, and are done when they return; so all that uses them runs without a GPU.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 """Of one pinned buffer: a copy of this size takes PCIe 4.0 0.2 ms and hides what it costs to start."""
@@ -87,3 +93,49 @@ class Uploader:
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()
         return self._buffers[self._turn]
+
+
+_HOST_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: known to every device's context."""
+
+
+class Registration:
+    """Host memory that the GPU's driver knows while this lives: copies from it need no pinned buffer between."""
+
+    def __init__(self, memory: NDArray[np.uint8], device: torch.device) -> None:
+        self.memory = memory
+        register = torch.cuda.cudart().cudaHostRegister
+        code = int(register(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE))
+        self.known = code == 0
+        """Whether the driver took it; if not, copy from it as from any other memory."""
+        if self.known:
+            # It holds the memory, which is therefore mapped until the driver has forgotten it.
+            weakref.finalize(self, _unregister, memory).atexit = False
+            return
+        _log.warning(
+            "CUDA does not take %d bytes of shared memory (cudaHostRegister: error %d): rows go to the GPU through "
+            "pinned buffers, one more copy",
+            memory.nbytes,
+            code,
+        )
+        # The driver keeps an error for the thread's next launch to report: this one, so that no other has to.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
+
+
+_registrations: weakref.WeakValueDictionary[int, Registration] = weakref.WeakValueDictionary()
+"""By address: the driver takes the same memory only once."""
+_registrations_lock = threading.Lock()
+
+
+def registered(memory: NDArray[np.uint8], device: torch.device) -> Registration:
+    """The registration of `memory`, for as long as somebody keeps it. device: the current one, which copies from it."""
+    address = memory.ctypes.data
+    with _registrations_lock:
+        if (known := _registrations.get(address)) is None:
+            known = _registrations[address] = Registration(memory, device)
+        return known
+
+
+def _unregister(memory: NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)

@@ -14,7 +14,7 @@ from support.truth import Truth
 
 from engram_client import EngramClient, EngramMemory
 from engram_client.torch import EngramRows, RowPrefetcher
-from engram_kernels import _core
+from engram_kernels import _core, staging
 from engram_server.device import open_converter
 
 TOKENS = [0, 3, 17, 17, 129264, *range(1000, 3000)]
@@ -70,6 +70,44 @@ def test_an_embedding_of_ids_that_are_on_the_gpu(memory: EngramMemory, truth: Tr
     with RowPrefetcher(memory, device="cuda") as prefetcher:
         rows = EngramRows(prefetcher, 14)(torch.from_numpy(ids).cuda())
     np.testing.assert_array_equal(bits(rows), truth.rows(14, ids, "bf16"))
+
+
+@pytest.mark.parametrize("row_format", ["packed", "bf16"])
+def test_rows_go_from_registered_shared_memory_to_the_gpu(
+    truth: Truth, tmp_path: Path, row_format: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = truth.ids(TOKENS)
+    with (
+        serving(truth.path, tmp_path) as server,
+        EngramClient(server.targets[0], shared_memory="require") as client,
+        RowPrefetcher(client, device="cuda", row_format=row_format) as prefetcher,
+    ):
+        for step in [prefetcher.prefetch(TOKENS) for _ in range(3)]:
+            for layer in (1, 14):
+                rows, _ = step.wait(layer)
+                np.testing.assert_array_equal(bits(rows), truth.values(ids, "bf16", [layer])[:, 0])
+        buffer = client.in_place().lookup([5]).buffer
+        assert buffer is not None
+        assert torch.from_numpy(buffer).is_pinned()
+    assert "CUDA does not take" not in caplog.text
+    assert not torch.from_numpy(buffer).is_pinned()
+
+
+def test_memory_that_cuda_refuses_leaves_no_error_behind() -> None:
+    nothing = np.zeros(0, dtype=np.uint8)
+    assert not staging.registered(nothing, torch.device("cuda")).known
+    assert torch.zeros(3, device="cuda").sum() == 0
+
+
+def test_a_wait_while_a_cuda_graph_records_is_refused(memory: EngramMemory) -> None:
+    with RowPrefetcher(memory, device="cuda") as prefetcher:
+        step = prefetcher.prefetch(TOKENS)
+        step.wait(1)
+        with (
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+            pytest.raises(RuntimeError, match="a CUDA graph or a trace records"),
+        ):
+            step.wait(1)
 
 
 @pytest.mark.parametrize("kind", list(_core.RowKind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from typing import Self
 
 import torch
@@ -28,7 +29,8 @@ class EngramLayer(nn.Module):
         gate = sigmoid(copysign(sqrt(max(|dot|, 1e-6)), dot)), 0 at image positions
         out  = h + gate · value, cast once
 
-    Engines multiply by wkv in FP8 and so differ in the last bits. Parameters are named as in the checkpoint.
+    Engines multiply by wkv in FP8 and so differ in the last bits; so would torch's TF32, which is off unless asked for
+    (`torch.set_float32_matmul_precision`). Parameters are named as in the checkpoint.
     """
 
     def __init__(
@@ -72,8 +74,15 @@ class EngramLayer(nn.Module):
     def forward(self, hidden: Tensor, rows: Tensor, mask: Tensor | None = None) -> Tensor:
         """hidden [T, streams, hidden], rows bfloat16 [T, columns, 256], mask bool [T], true at image positions.
 
-        Returns what `hidden` becomes, in its dtype. Rows must be finite also where `mask` is true.
+        Returns what `hidden` becomes, in its dtype; autocast changes nothing. Rows must be finite also where `mask` is
+        true. Raises ValueError for tensors that do not fit: none is broadcast.
         """
+        self._check(hidden, rows, mask)
+        kind = hidden.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return self._added(hidden, rows, mask)
+
+    def _added(self, hidden: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         flat = rows.flatten(1).float()
         weights = self.wkv.weight.split(self.hidden)  # one at a time: in float32 all are 630 MB
         value = functional.linear(flat, weights[-1].float())
@@ -90,3 +99,22 @@ class EngramLayer(nn.Module):
                 gate = gate.masked_fill(mask, 0.0)
             out[:, stream] = h[:, stream] + gate[:, None] * value
         return out.to(hidden.dtype)
+
+    def _check(self, hidden: Tensor, rows: Tensor, mask: Tensor | None) -> None:
+        tokens = hidden.shape[:1]
+        device = self.wkv.weight.device
+        row = (self.wkv.in_features // _VALUES, _VALUES)
+        fitting: list[tuple[str, Tensor | None, str, tuple[int, ...]]] = [
+            ("hidden", hidden, "floating point", (*tokens, self.streams, self.hidden)),
+            ("rows", rows, "floating point", (*tokens, *row)),
+            ("mask", mask, "bool", tokens),
+        ]
+        for name, tensor, kind, shape in fitting:
+            if tensor is None:
+                continue
+            right = tensor.is_floating_point() if kind == "floating point" else tensor.dtype == torch.bool
+            if not right or tensor.shape != shape or tensor.device != device:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; expected {kind} "
+                    f"{list(shape)} on {device}, for so many tokens as hidden has"
+                )

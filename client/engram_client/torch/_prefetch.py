@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from engram_client._errors import DeadlineError, EngramError, InvalidRequestError, OverloadedError
+from engram_client._in_place import RowsInPlace
 from engram_client._query import LookupMethods
 from engram_client._result import Lane, Lookup
 from engram_client._sync import EngramClient
@@ -29,22 +31,24 @@ if TYPE_CHECKING:
 STEPS_MAX = 16
 """Steps under way at once, unless told otherwise."""
 _BLOCKING_LOOKUPS = 4
-"""Threads for a client whose lookups block: two steps of two layers."""
+"""Threads for lookups that block: two steps of two layers."""
 
 Client: TypeAlias = "EngramClient | EngramMemory"
 
 _Ask: TypeAlias = Callable[[LookupMethods[Any], int], Any]
 """Looks the rows of one layer of a step up, by the methods given."""
-_Pending: TypeAlias = "PendingLookup | Future[Lookup]"
+_Pending: TypeAlias = "RowsInPlace | PendingLookup | Future[Lookup]"
 
 
 class RowPrefetcher:
     """Asks for the rows of whole steps ahead of the forward, and brings them to the model's device.
 
     `prefetch` returns at once. Each layer is a lookup of its own, in the order of `layers`: rows of the first come as
-    soon as they can, those of the others while the layers before them compute. Over gRPC all go through one stream that
-    stays open. Steps are answered in order: a long prompt that is to wait for its turn belongs in a prefetcher of its
-    own. Safe to share between threads; a context manager. The client is the caller's to close, afterwards.
+    soon as they can, those of the others while the layers before them compute. From a server on this host they come
+    through shared memory, and are copied from there to where they stay; where it is not to be had, through one gRPC
+    stream that stays open. Steps are answered in order: a long prompt that is to wait for its turn belongs in a
+    prefetcher of its own. Safe to share between threads; not usable in a forked child; a context manager. The client is
+    the caller's to close, afterwards.
 
         with RowPrefetcher(client, device="cuda") as prefetcher:
             step = prefetcher.prefetch(tokens, history=last_three)
@@ -75,8 +79,10 @@ class RowPrefetcher:
         scale_rule: what scale bytes 0 and 255 stand for; another than vLLM's has rows converted here, whatever
         row_format says.
 
-        Raises the exceptions of `EngramError`; TypeError for an AsyncEngramClient.
+        Raises the exceptions of `EngramError`; TypeError for an AsyncEngramClient; ValueError.
         """
+        if steps_max < 1:
+            raise ValueError(f"steps_max is {steps_max}; at least one step must be under way")
         if inspect.iscoroutinefunction(client.describe):
             raise TypeError("a forward does not await: give an EngramClient or EngramMemory")
         description = client.describe()
@@ -97,16 +103,18 @@ class RowPrefetcher:
         self._steps_max = steps_max
         self._room = threading.Semaphore(steps_max)
         self._closed = False
+        self._pid = os.getpid()
         # One thread asks and one places, so that both keep the order of steps and layers.
         self._asking = ThreadPoolExecutor(1, "engram-ask")
         self._placing = ThreadPoolExecutor(1, "engram-place")
-        self._lookups: _Lookups = _Stream(client) if isinstance(client, EngramClient) else _Threads(client)
+        self._lookups: _Lookups = _Server(client) if isinstance(client, EngramClient) else _Threads(client)
 
     def prefetch(self, tokens: ArrayLike | Tensor, *, history: ArrayLike | Tensor = ()) -> PendingRows:
         """Ask for the rows of one sequence's next tokens [T], as `EngramClient.lookup`.
 
         Ids are copied before this returns. Raises OverloadedError when too many steps are under way, EngramError once
-        closed; what is wrong with the ids or the server is raised by `PendingRows.wait`.
+        closed and in a forked child, InvalidRequestError for ids that are no array; what else is wrong with the ids or
+        the server is raised by `PendingRows.wait`.
         """
         return self.prefetch_batch([tokens], histories=[history])
 
@@ -140,6 +148,7 @@ class RowPrefetcher:
         self._lookups.close()
         self._asking.shutdown()
         self._placing.shutdown()
+        self._placer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,15 +156,31 @@ class RowPrefetcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself: copies of a model share it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a RowPrefetcher is threads and a connection, not data: make a new one where it is wanted"
+        )
+
     def _start(self, ask: _Ask, layers: Sequence[int]) -> PendingRows:
         if self._closed:
             raise EngramError("the prefetcher is closed")
+        if self._pid != os.getpid():
+            raise EngramError(
+                "the prefetcher was made before a fork, and its threads stayed behind: make another"
+            )
         if not self._room.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._steps_max} steps are under way: wait for one of them, or cancel it"
             )
         rows: dict[int, Future[LayerRows]] = {layer: Future() for layer in layers}
-        self._asking.submit(self._ask, ask, rows)
+        try:
+            self._asking.submit(self._ask, ask, rows)
+        except RuntimeError:  # another thread has closed it meanwhile
+            raise EngramError("the prefetcher is closed") from None
         return PendingRows(rows, self.waits)
 
     def _ask(self, ask: _Ask, rows: Mapping[int, Future[LayerRows]]) -> None:
@@ -170,15 +195,21 @@ class RowPrefetcher:
         self._placing.submit(self._room.release)
 
     def _place(self, found: _Pending | Exception, future: Future[LayerRows]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
         try:
-            if isinstance(found, Exception):
-                raise found
-            future.set_result(self._placer.place(found.result()))
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._placed(found))
         except Exception as error:
             ours = isinstance(error, EngramError) or not self._closed
             future.set_exception(error if ours else EngramError("the prefetcher was closed"))
+        finally:
+            if isinstance(found, RowsInPlace):
+                found.release()
+
+    def _placed(self, found: _Pending | Exception) -> LayerRows:
+        if isinstance(found, Exception):
+            raise found
+        rows = found.result()
+        return self._placer.place(rows, found.buffer if isinstance(found, RowsInPlace) else None)
 
 
 class PendingRows:
@@ -202,8 +233,9 @@ class PendingRows:
         """Wait for the rows of a layer. They are this step's, or there is an exception: an `EngramError` says what
         went wrong with the lookup.
 
-        After `timeout` seconds DeadlineError; the lookup goes on and may be waited for again. The current CUDA stream,
-        and it alone, may use the rows without ado.
+        After `timeout` seconds DeadlineError; the lookup goes on and may be waited for again. RuntimeError while a CUDA
+        graph or a trace records, which would keep these rows for ever. The current CUDA stream, and it alone, may use
+        the rows without ado.
         """
         future = self._of(layer)
         begin = time.perf_counter()
@@ -219,6 +251,7 @@ class PendingRows:
             raise DeadlineError(f"the rows of layer {layer} did not come within {timeout} s") from None
         finally:
             self._waits.observe(layer, time.perf_counter() - begin)
+        _refuse_recording(found.rows)
         if found.rows.is_cuda:
             # Made on another stream, whose next step must not be given their memory before this one is done with it.
             stream = torch.cuda.current_stream(found.rows.device)
@@ -241,18 +274,44 @@ class PendingRows:
         return self._rows[layer]
 
 
-class _Stream:
-    """Lookups on one stream of a server, opened by the first."""
+class _Server:
+    """Lookups at a server: in the client's shared memory, several at once; where it is not to be had, on one stream."""
 
     def __init__(self, client: EngramClient) -> None:
-        self._stream: LookupStream = client.stream()
+        self._client = client
+        self._in_place = client.in_place()
+        self._threads = _Threads(client)
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._stream: LookupStream | None = None
+        self._closed = False
 
-    def begin(self, ask: _Ask, layer: int) -> PendingLookup:
-        pending: PendingLookup = ask(self._stream, layer)
-        return pending
+    def begin(self, ask: _Ask, layer: int) -> _Pending:
+        try:
+            rows: RowsInPlace = ask(self._in_place, layer)
+        except InvalidRequestError:
+            # Or larger than the shared memory, through which a lookup that blocks has it piece by piece.
+            return self._threads.begin(ask, layer)
+        if rows.over_grpc:
+            pending: PendingLookup = ask(self._opened(), layer)
+            return pending
+        return rows if rows.buffer is not None else self._threads.submit(rows.result)
+
+    def _opened(self) -> LookupStream:
+        """The stream, opened by the first lookup that needs it."""
+        with self._lock:
+            if self._closed:
+                raise EngramError("the prefetcher is closed")
+            if self._stream is None:
+                self._stream = self._client.stream()
+            return self._stream
 
     def close(self) -> None:
-        self._stream.close()
+        with self._lock:
+            self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+        self._threads.close()
 
 
 class _Threads:
@@ -263,13 +322,16 @@ class _Threads:
         self._threads = ThreadPoolExecutor(_BLOCKING_LOOKUPS, "engram-lookup")
 
     def begin(self, ask: _Ask, layer: int) -> Future[Lookup]:
-        return self._threads.submit(ask, self._client, layer)
+        return self.submit(ask, self._client, layer)
+
+    def submit(self, lookup: Callable[..., Lookup], *arguments: Any) -> Future[Lookup]:
+        return self._threads.submit(lookup, *arguments)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
 
-_Lookups: TypeAlias = _Stream | _Threads
+_Lookups: TypeAlias = _Server | _Threads
 
 
 def _unless_cancelled(future: Future[LayerRows], ask: _Ask) -> _Ask:
@@ -281,6 +343,19 @@ def _unless_cancelled(future: Future[LayerRows], ask: _Ask) -> _Ask:
     return asked
 
 
+def _refuse_recording(rows: Tensor) -> None:
+    if torch._C._is_tracing() or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(
+            "Engram rows are waited for while a CUDA graph or a trace records, which would use them for every step: "
+            "wait outside of it, and copy them to where it reads"
+        )
+
+
 def _host_ids(ids: ArrayLike | Tensor) -> NDArray[Any]:
     """A copy on the host: the caller may write to its own at once."""
-    return ids.detach().cpu().numpy().copy() if isinstance(ids, Tensor) else np.array(ids)
+    if isinstance(ids, Tensor):
+        return ids.detach().cpu().numpy().copy()
+    try:
+        return np.array(ids)
+    except ValueError as error:  # a ragged list
+        raise InvalidRequestError(f"ids are no array: {error}") from error

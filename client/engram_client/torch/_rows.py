@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from engram_client._errors import InvalidRequestError
 from engram_client.torch._prefetch import RowPrefetcher
 
 _VALUES = 256
@@ -30,6 +31,8 @@ class EngramRows(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Raises the exceptions of `EngramError`; InvalidRequestError names an id that is no row."""
+        if ids.ndim == 0 or ids.shape[-1] == 0:
+            raise InvalidRequestError(f"row ids have shape {list(ids.shape)}; expected [..., 24]")
         step = self._prefetcher.prefetch_blocks({self.layer: ids.reshape(-1, ids.shape[-1])})
         rows = step.wait(self.layer).rows
         return rows.view(*ids.shape[:-1], rows.shape[-2], _VALUES)

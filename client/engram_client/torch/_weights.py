@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,17 @@ def read_weights(path: str | os.PathLike[str], layer: int) -> LayerWeights:
 
 
 def _eps(config: Path) -> float:
-    keys: dict[str, Any] = json.loads(config.read_bytes())
-    text = keys.get("text_config", keys)
-    return float(text.get("rms_norm_eps", _EPS))
+    try:
+        keys: Any = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise TableError(f"{config} is no JSON: {error}") from error
+    text = keys.get("text_config", keys) if isinstance(keys, dict) else None
+    if not isinstance(text, dict):
+        raise TableError(f"{config} has no object of the model's settings, with rms_norm_eps among them")
+    eps = text.get("rms_norm_eps", _EPS)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise TableError(f"{config}: rms_norm_eps is {eps!r}; expected a number above 0")
+    return float(eps)
 
 
 def _wkv(source: Source, layer: int) -> Tensor:
