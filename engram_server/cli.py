@@ -15,6 +15,7 @@ from typing import Any
 
 from engram_server import __version__
 from engram_server.cli_store import add_convert, add_verify
+from engram_server.sizes import parse_size
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
 FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
@@ -590,14 +591,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15}) ?([KMGT]iB|)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 0")
-    return int(match[1]) * _UNITS[match[2]]
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _layer_rows(text: str) -> tuple[int, list[int]]:
