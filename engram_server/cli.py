@@ -129,6 +129,7 @@ def _hash(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from engram_server.recorder import RecordOptions
     from engram_server.server import ServeOptions, serve
     from engram_server.shared_memory import SharedMemoryOptions
 
@@ -139,6 +140,9 @@ def _serve(options: argparse.Namespace) -> int:
         spin_us=options.shm_spin_us,
         group=options.shm_group,
     )
+    record = None
+    if options.record is not None:
+        record = RecordOptions(options.record, options.record_what, options.record_bytes)
     return serve(
         ServeOptions(
             path=options.path,
@@ -146,6 +150,7 @@ def _serve(options: argparse.Namespace) -> int:
             uds=options.uds,
             memory=_memory_options(options),
             shared_memory=shared_memory,
+            record=record,
             grace_s=options.grace_s,
             device=options.device,
         )
@@ -353,9 +358,33 @@ def _add_serve(command: Callable[..., Any]) -> None:
         help="bring the row groups it names into the cache after the start, in the background; it is saved again "
         "every ten minutes and at the end, from what the cache holds then",
     )
+    _add_recording(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
+
+
+def _add_recording(sub: Any) -> None:
+    sub.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of all lookups over gRPC to a new file, for engram-load and `warm`; it holds what users "
+        "wrote. Shared memory is off then, unless --shm names a path",
+    )
+    sub.add_argument(
+        "--record-what",
+        choices=("requests", "rows"),
+        default="requests",
+        help="requests as they came (default), or row ids in place of token ids",
+    )
+    sub.add_argument(
+        "--record-bytes",
+        type=_size,
+        default=4 << 30,
+        metavar="SIZE",
+        help="about how large the trace may get; what comes then is counted (4GiB)",
+    )
 
 
 def _add_shared_memory(sub: Any) -> None:
@@ -396,9 +425,9 @@ def _add_shared_memory(sub: Any) -> None:
 
 _WARM = """\
 Counts which row groups a corpus asks for and writes the most frequent ones to a hot set, for `serve --hot-set`.
-CORPUS is text files, .npy files of int32 token ids, or folders of both. Works in bounded memory at any size: when
-there are too many different n-grams, the rarest are forgotten. In folders, files that end in .txt, .md, .rst, .html,
-.htm, .jsonl, .csv or .npy are taken.
+CORPUS is text files, .npy files of int32 token ids, folders of both, or traces that `serve --record` wrote. Works in
+bounded memory at any size: when there are too many different n-grams, the rarest are forgotten. In folders, files that
+end in .txt, .md, .rst, .html, .htm, .jsonl, .csv or .npy are taken.
 
   engram-server warm /models/DeepSeek-V4.1-Flash /data/prompts --output hot.set
   engram-server serve /models/DeepSeek-V4.1-Flash --hot-set hot.set"""
@@ -409,7 +438,9 @@ def _add_warm(command: Callable[..., Any]) -> None:
     sub.add_argument(
         "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, or one shard"
     )
-    sub.add_argument("corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids or folders")
+    sub.add_argument(
+        "corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids, folders, traces"
+    )
     sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="the hot set to write")
     sub.add_argument(
         "--limit-bytes",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_client import CacheFacts, Description
+from engram_client._description import description_from
 from engram_load._corpus import Corpus, Lengths, load_corpus, parse_lengths
 from engram_load._document import Document, measured_document, warnings_of
 from engram_load._errors import LoadError
@@ -20,14 +21,17 @@ from engram_load._facts import client_facts, facts
 from engram_load._live import LiveTable
 from engram_load._model import RowIds, spec_of
 from engram_load._patterns import Decoding, Job, decode, prefill, repeat, uniform, zipf
+from engram_load._replay import check_tables, replayed
 from engram_load._reports import SCHEMA
-from engram_load._run import Closed, Open, Plan, Run, Stream
+from engram_load._run import Closed, Open, Plan, Recorded, Run, Stream
 from engram_load._summary import summary
 from engram_load._sweep import Objective, Sweep, parse_objective, parse_sweep, run_sweep
 from engram_load._target import Source, Target, transport_of
 from engram_server.lookup_command import tokenizer_of
 from engram_server.memory import MemoryOptions
 from engram_server.sizes import parse_size
+from engram_server.tokens import TokenMapError
+from engram_server.trace import Trace
 
 _DURATION_S = 10.0
 
@@ -67,9 +71,14 @@ class Asked:
             how.append(f"length {self.lengths.text}")
         if self.concurrency is not None:
             how.append(f"closed loop, concurrency {self.concurrency}")
+        if self.pattern == "replay" and self.concurrency is None and self.rate is None:
+            how.append(f"as recorded, at {self.options.speed:g} times the speed")
         if self.rate is not None:
             how.append(f"open loop, {self.rate:g} a second (Poisson)")
-        how.append(f"{plan.count:,} jobs" if plan.duration_s is None else f"{plan.duration_s:g} s")
+        if plan.duration_s is not None:
+            how.append(f"{plan.duration_s:g} s")
+        elif plan.count is not None:
+            how.append(f"{plan.count:,} jobs")
         if plan.warmup_s:
             how.append(f"after {plan.warmup_s:g} s of warm-up")
         if self.options.sweep is not None:
@@ -108,6 +117,7 @@ def _asked(options: argparse.Namespace) -> Asked:
         "batch",
         "steps",
         "threads",
+        "speed",
         "io_depth",
     ):
         value = getattr(options, name, None)
@@ -121,9 +131,10 @@ def _asked(options: argparse.Namespace) -> Asked:
     if options.command != "mix" and rate is not None and concurrency is not None:
         raise LoadError("--rate is an open loop and --concurrency a closed one: give one of them")
     swept = (options.sweep or "").partition("=")[0]
-    if options.command == "mix" or (rate is None and swept != "rate"):
+    replay = options.command == "replay"
+    if options.command == "mix" or (rate is None and swept != "rate" and not replay):
         concurrency = concurrency or 1
-    duration = options.duration if options.duration or options.count else _DURATION_S
+    duration = options.duration if options.duration or options.count or replay else _DURATION_S
     return Asked(
         pattern=options.command,
         rate=rate,
@@ -178,6 +189,11 @@ class _Bench:
                 assert tokenizer is not None
                 self.corpus = load_corpus(paths, tokenizer)
             self.ids = RowIds(self.description, tokenizer)
+            self.trace: Trace | None = None
+            if self.asked.pattern == "replay":
+                self.trace = Trace(self.asked.options.trace)
+                recorded = description_from(self.trace.description, str(self.trace.path))
+                check_tables(recorded, self.description, self.trace.path)
         except BaseException:
             self._opened.__exit__(*sys.exc_info())
             raise
@@ -196,9 +212,15 @@ class _Bench:
                     "zipf"
                 )
             return None
-        if not needed and self.asked.options.tokenizer is None:
+        explicit = self.asked.options.tokenizer
+        if not needed and explicit is None and self.asked.pattern != "replay":
             return None
-        return tokenizer_of(self.source, self.target.name, self.asked.options.tokenizer)
+        try:
+            return tokenizer_of(self.source, self.target.name, explicit)
+        except TokenMapError:
+            if needed or explicit is not None:
+                raise
+            return None  # a trace can be replayed without; its distinct rows are then not known
 
     def measure(self, asked: Asked) -> Document:
         """One run."""
@@ -211,10 +233,20 @@ class _Bench:
         after = self.source.describe()
         point = measured_document(measured, self.description, self.ids, before[0], after.cache)
         point["warnings"] = warnings_of(asked.pattern, point, self.corpus.wraps if self.corpus else 0)
+        if self.trace is not None and self.trace.missing:
+            point["warnings"].append(
+                f"{self.trace.missing:,} lookups are missing in the trace: they were not recorded"
+            )
         return point
 
     def _streams(self, asked: Asked) -> list[Stream]:
         arrivals = Open(asked.rate) if asked.rate is not None else Closed(asked.concurrency or 1)
+        if self.trace is not None:
+            by_time = asked.concurrency is None and asked.rate is None
+            jobs = self._shared(replayed(self.trace))
+            return [
+                Stream("request", "request", jobs, Recorded(asked.options.speed) if by_time else arrivals)
+            ]
         match asked.pattern:
             case "prefill" | "repeat":
                 return [Stream("prompt", "chunk", self._shared(self._prompts(asked)), arrivals)]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engram_load._errors import LoadError
 from engram_server.corpus import corpus_files, token_pieces
 from engram_server.tokens import Encoder
+from engram_server.trace import is_trace
 
 TOKENS_MAX = 4_000_000
 """Tokens of a corpus that are taken: 16 MB, some seconds to tokenise, and thousands of prompts."""
@@ -60,6 +61,8 @@ def load_corpus(paths: Sequence[Path], tokenizer: Path, tokens_max: int = TOKENS
     parts: list[NDArray[np.int32]] = []
     found = 0
     for file in corpus_files(paths):
+        if is_trace(file):
+            raise LoadError(f"{file} is a trace, and no text: send it with `engram-load replay`")
         for piece, _ in token_pieces(file, encoder):
             parts.append(piece)
             found += len(piece)

