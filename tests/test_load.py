@@ -364,9 +364,11 @@ def test_the_page_needs_nothing_else_and_says_who_answered(
     assert "<script" not in file.read_text()
     assert "a <b> & c" in page.text
     target = document["target"]
+    (table, _), machine, client = target["tables"], target["machine"], document["client"]
     for fact in (
         target["server_version"], target["backend"], target["backend_reason"], f"{target['cache_bytes']:,}",
-        target["tables"][0]["digest"][:16], document["client"]["cpu"], document["client"]["kernel"],
+        table["digest"][:16], client["cpu"], client["kernel"], machine["cpu"], machine["kernel"],
+        machine["files"][0]["device"] or "unknown device", f"alignment {machine['files'][0]['alignment_bytes']}",
         "disk reads per token", "bytes read / bytes useful", "cache hit rate", "distinct rows, over the run",
     ):  # fmt: skip
         assert fact in page.text

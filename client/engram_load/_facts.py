@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from engram_client import Description
 from engram_load._target import Target
+from engram_server.machine import cpu_name
 
 
 def facts(target: Target, description: Description) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def facts(target: Target, description: Description) -> dict[str, Any]:
         "backend_fallback": description.backend_fallback,
         "scales_reason": description.scales_reason,
         "cache_bytes": cache.capacity_bytes,
+        "machine": None if description.machine is None else asdict(description.machine),
     }
 
 
@@ -47,15 +49,3 @@ def client_facts() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }
-
-
-def cpu_name(proc: Path = Path("/proc")) -> str:
-    """The processor as /proc/cpuinfo names it, else the architecture."""
-    try:
-        for line in (proc / "cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model"):
-                return value.strip()
-    except OSError:
-        pass
-    return platform.machine()

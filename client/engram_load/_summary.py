@@ -16,6 +16,7 @@ def summary(document: Document) -> str:
         f"{load['pattern']} against {target['name']} ({target['transport']}, rows as {target['format']}): "
         f"{load['text']}",
         "  " + facts_line(target),
+        *(f"  {line}" for line in file_lines(target)),
     ]
     for point in document["points"]:
         lines += _point(point, document["sweep"])
@@ -42,6 +43,24 @@ def facts_line(target: Document) -> str:
         f"engram-server {target['server_version']}, backend {target['backend']}{fallback}: {target['backend_reason']}; "
         f"scales in {' and '.join(sorted(scales))}; cache {target['cache_bytes'] / (1 << 20):,.0f} MiB"
     )
+
+
+def file_lines(target: Document) -> list[str]:
+    """How and from what rows are read, in a line for each way."""
+    if target["machine"] is None:
+        return []
+    found = []
+    for file in target["machine"]["files"]:
+        how = (
+            f"direct, blocks of {file['alignment_bytes']} B"
+            if file["direct"]
+            else f"BUFFERED ({file['reason']})"
+        )
+        where = (
+            f"{file['file_system'] or 'an unknown file system'} on {file['device'] or 'an unknown device'}"
+        )
+        found.append(f"reads {how}; {where}")
+    return list(dict.fromkeys(found))
 
 
 def _point(point: Document, sweep: Document | None) -> list[str]:
