@@ -451,6 +451,9 @@ def test_what_an_operator_gets_wrong_is_a_sentence(
     assert "there are no latencies of 'token' here, but of prompt, chunk" in refused(
         capsys, "prefill", target, text, "--count", 1, "--length", 20, "--slo", "token:p99<1s"
     )
+    assert "there is no folder /no/where" in refused(
+        capsys, "prefill", target, text, "--json", "/no/where/x.json"
+    )
     assert "--token 129999999 is no token" in refused(capsys, "repeat", target, "--token", 129_999_999)
 
 

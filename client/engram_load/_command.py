@@ -92,6 +92,9 @@ def run_load(options: argparse.Namespace) -> int:
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     objective = None if options.slo is None else parse_objective(options.slo)
     _check(asked, sweep, objective)
+    for file in filter(None, (options.json, options.html)):
+        if not file.parent.is_dir():
+            raise LoadError(f"cannot write {file}: there is no folder {file.parent}")
     began = time.time()
     with _Bench(asked, _target(options)) as bench:
         if sweep is None:

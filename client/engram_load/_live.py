@@ -41,23 +41,13 @@ class LiveTable:
 
 
 def _table(title: str, measured: Measurement) -> Table:
+    """Narrow enough for 80 columns."""
     now_ns = time.monotonic_ns()
     seconds = max(1e-3, (now_ns - measured.began_ns) / 1e9)
     state = "warming up" if now_ns < measured.began_ns else f"{seconds:.0f} s"
-    table = Table(title=f"{title} ({state})")
-    for heading in (
-        "",
-        "done",
-        "1/s",
-        "rows/s",
-        "hit %",
-        "reads/token",
-        "p50 ms",
-        "p99 ms",
-        "max ms",
-        "failed",
-    ):
-        table.add_column(heading, justify="right")
+    table = Table(title=f"{title} ({state}); ms", box=None, pad_edge=False, title_justify="left")
+    for heading in ("", "done", "1/s", "rows/s", "hit %", "reads/token", "p50", "p99", "max", "failed"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, series in measured.series.items():
         totals, latencies = series.totals, series.latencies[name]
         failed = sum(found.latencies.count for found in series.failures.values())
@@ -65,12 +55,12 @@ def _table(title: str, measured: Measurement) -> Table:
             name,
             f"{series.jobs:,}",
             f"{series.jobs / seconds:,.1f}",
-            f"{totals.rows / seconds:,.0f}",
+            f"{totals.rows / seconds / 1e3:,.0f}k",
             f"{100 * totals.cached / max(1, totals.distinct):.1f}",
             f"{totals.reads / max(1, totals.tokens):.2f}",
-            f"{latencies.percentile_ms(50):,.3f}",
-            f"{latencies.percentile_ms(99):,.3f}",
-            f"{latencies.max_ms:,.3f}",
+            f"{latencies.percentile_ms(50):,.2f}",
+            f"{latencies.percentile_ms(99):,.2f}",
+            f"{latencies.max_ms:,.2f}",
             f"{failed:,}",
         )
     return table

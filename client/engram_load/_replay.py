@@ -24,13 +24,16 @@ _LANES: dict[int, Lane] = {
 
 def replayed(trace: Trace) -> Iterator[Job]:
     """The lookups of a trace, in the order they were planned. Raises TraceError."""
+    columns = trace.description.spec.columns
     first_ns: int | None = None
     for entry in trace.entries():
         first_ns = entry.ns if first_ns is None else first_ns
-        yield Job([request_of(entry.request, entry.lane, trace.path)], max(0, entry.ns - first_ns) / 1e9)
+        yield Job(
+            [request_of(entry.request, entry.lane, columns, trace.path)], max(0, entry.ns - first_ns) / 1e9
+        )
 
 
-def request_of(message: pb.LookupRequest, lane: int, path: Path) -> Request:
+def request_of(message: pb.LookupRequest, lane: int, model_columns: int, path: Path) -> Request:
     """A recorded lookup as a request. Raises LoadError for one that no server would have taken."""
     columns = (message.columns.begin, message.columns.end) if message.HasField("columns") else None
     common = {"lane": _LANES.get(lane, "auto"), "columns": columns, "unique": message.unique}
@@ -44,7 +47,7 @@ def request_of(message: pb.LookupRequest, lane: int, path: Path) -> Request:
                 return Request(TokenKeys(sequences), layers=tuple(message.layers) or None, **common)  # type: ignore[arg-type]
             case "blocks":
                 blocks = {
-                    part.layer: np.frombuffer(part.ids, dtype=_ids(part.id_bytes)).reshape(-1, 24)
+                    part.layer: np.frombuffer(part.ids, dtype=_ids(part.id_bytes)).reshape(-1, model_columns)
                     for part in message.blocks.layers
                 }
                 return Request(BlockKeys(blocks), **common)  # type: ignore[arg-type]

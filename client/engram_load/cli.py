@@ -107,7 +107,8 @@ def _export_fio(options: argparse.Namespace) -> int:
 
     accesses = open_accesses(options.trace, options.tokenizer)
     cache_bytes = parse_size(options.cache_bytes)
-    with options.output.open("w", encoding="utf-8") as out:
+    partial = options.output.with_name(options.output.name + ".partial")
+    with partial.open("w", encoding="utf-8") as out:
         done = export(
             accesses,
             options.path,
@@ -116,6 +117,7 @@ def _export_fio(options: argparse.Namespace) -> int:
             cache_bytes=cache_bytes,
             scales=options.scales,
         )
+    partial.replace(options.output)
     print(
         f"{options.output}: {done.reads:,} reads, {done.read_bytes:,} bytes, of {done.lookups:,} lookups; now run\n"
         f"  fio --name=trace --read_iolog={options.output} --ioengine=io_uring --direct={int(done.direct)} --iodepth=64"
