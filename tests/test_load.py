@@ -207,10 +207,10 @@ def test_an_open_loop_makes_everybody_wait_who_came_during_a_stall(
     series = point["series"]["prompt"]
     assert series["jobs"] == arrivals(40, 3)
     assert series["unfinished"] == 0
-    # Two of three seconds nobody was answered: nine in ten waited, the first of them for two seconds.
+    # Two of three seconds nobody was answered: two in three waited, the first of them for two seconds.
     percentiles = series["latencies"]["prompt"]["percentiles_ms"]
     assert percentiles["99"] >= 1_800
-    assert percentiles["50"] >= 500
+    assert percentiles["50"] >= 300
     assert series["late"]["percentiles_ms"]["90"] >= 500, "most of it before there was a thread to send them"
 
 
@@ -259,19 +259,19 @@ def test_a_sweep_finds_the_highest_load_that_meets_the_objective(
     server: ServerProcess, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with proxied(server.targets[0]) as (target, proxy):
-        # Closed loops behind a server of 20 a second: with n of them each waits for n.
-        proxy.service_s = 0.05
+        # As many closed loops as there is room for are never refused; 64 are, for certain.
+        proxy.room = 4
         document = report(
-            tmp_path, "decode", target, text, "--batch", 1, "--sweep", "concurrency=1..64", "--duration", 2,
-            "--slo", "p50<500ms",
+            tmp_path, "decode", target, text, "--batch", 1, "--sweep", "concurrency=1..64", "--duration", 1,
+            "--slo", "p50<60s",
         )  # fmt: skip
-    assert document["sweep"]["objective"] == "p50<500ms"
+    assert document["sweep"]["objective"] == "p50<60s"
     values = [point["value"] for point in document["points"]]
     assert values == sorted(values)
     best = document["sweep"]["highest"]
     assert best in values
-    assert best < 10, "ten loops have to wait for half a second"
-    assert f"highest concurrency that meets p50<500ms: {best:g}" in capsys.readouterr().out
+    assert 4 <= best < 64
+    assert f"highest concurrency that meets p50<60s: {best:g}" in capsys.readouterr().out
 
 
 def test_ctrl_c_reports_what_there_is(server: ServerProcess, text: Path, tmp_path: Path) -> None:

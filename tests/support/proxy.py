@@ -29,11 +29,16 @@ class Proxy:
         self.stall: tuple[int, float] | None = None
         """Lookup number n takes so many seconds, and the others wait for it."""
         self.refuse_every = 0
+        self.room: int | None = None
+        """Lookups that may be here at once, each for 20 ms at least; more are refused."""
+        self._inside = 0
         self._one = threading.Lock()
         self._lookups = 0
 
     def saw(self, request: bytes, context: grpc.ServicerContext) -> None:
         """A lookup came."""
+        if self.room is not None:
+            self._wait_in_the_room(self.room, context)
         with self._one:
             self._lookups += 1
             self.requests.append(pb.LookupRequest.FromString(request))
@@ -42,6 +47,18 @@ class Proxy:
             if self.stall is not None and self._lookups == self.stall[0]:
                 time.sleep(self.stall[1])
             time.sleep(self.service_s)
+
+    def _wait_in_the_room(self, room: int, context: grpc.ServicerContext) -> None:
+        with self._one:
+            self._inside += 1
+            full = self._inside > room
+        try:
+            if full:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "planted: the room is full")
+            time.sleep(0.02)
+        finally:
+            with self._one:
+                self._inside -= 1
 
     def answered(self, stats: pb.LookupStats) -> None:
         """It was answered."""
