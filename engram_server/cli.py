@@ -17,6 +17,7 @@ from typing import Any
 from engram_server import __version__
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
+from engram_server.sizes import parse_size
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
 FORMATS = ("packed", "packed-fp8", "bf16", "fp32")
@@ -136,6 +137,7 @@ def _config(serving: Configurable, options: argparse.Namespace) -> int:
 
 
 def _serve(serving: Configurable, options: argparse.Namespace) -> int:
+    from engram_server.recorder import RecordOptions
     from engram_server.server import ServeOptions, serve
     from engram_server.shared_memory import SharedMemoryOptions
 
@@ -152,6 +154,9 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
         spin_us=options.shm_spin_us,
         group=options.shm_group,
     )
+    record = None
+    if options.record is not None:
+        record = RecordOptions(options.record, options.record_what, options.record_bytes)
     return serve(
         ServeOptions(
             path=options.path,
@@ -159,6 +164,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             uds=options.uds,
             memory=_memory_options(options),
             shared_memory=shared_memory,
+            record=record,
             grace_s=options.grace_s,
             metrics=None if options.metrics == "none" else options.metrics,
             device=options.device,
@@ -393,10 +399,34 @@ def _add_serving(sub: Any) -> Configurable:
         help="bring the row groups it names into the cache after the start, in the background; it is saved again "
         "every ten minutes and at the end, from what the cache holds then",
     )
+    _add_recording(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
     return Configurable(sub, "serve")
+
+
+def _add_recording(sub: Any) -> None:
+    sub.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of all lookups over gRPC to a new file, for engram-load and `warm`; it holds what users "
+        "wrote. Shared memory is off then, unless --shm names a path",
+    )
+    sub.add_argument(
+        "--record-what",
+        choices=("requests", "rows"),
+        default="requests",
+        help="requests as they came (default), or row ids in place of token ids",
+    )
+    sub.add_argument(
+        "--record-bytes",
+        type=_size,
+        default=4 << 30,
+        metavar="SIZE",
+        help="about how large the trace may get; what comes then is counted (4GiB)",
+    )
 
 
 def _add_shared_memory(sub: Any) -> None:
@@ -437,9 +467,9 @@ def _add_shared_memory(sub: Any) -> None:
 
 _WARM = """\
 Counts which row groups a corpus asks for and writes the most frequent ones to a hot set, for `serve --hot-set`.
-CORPUS is text files, .npy files of int32 token ids, or folders of both. Works in bounded memory at any size: when
-there are too many different n-grams, the rarest are forgotten. In folders, files that end in .txt, .md, .rst, .html,
-.htm, .jsonl, .csv or .npy are taken.
+CORPUS is text files, .npy files of int32 token ids, folders of both, or traces that `serve --record` wrote. Works in
+bounded memory at any size: when there are too many different n-grams, the rarest are forgotten. In folders, files that
+end in .txt, .md, .rst, .html, .htm, .jsonl, .csv or .npy are taken.
 
   engram-server warm /models/DeepSeek-V4.1-Flash /data/prompts --output hot.set
   engram-server serve /models/DeepSeek-V4.1-Flash --hot-set hot.set"""
@@ -450,7 +480,9 @@ def _add_warm(command: Callable[..., Any]) -> None:
     sub.add_argument(
         "path", type=Path, metavar="PATH", help="packed store, checkpoint directory, or one shard"
     )
-    sub.add_argument("corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids or folders")
+    sub.add_argument(
+        "corpus", type=Path, nargs="+", metavar="CORPUS", help="text, token ids, folders, traces"
+    )
     sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="the hot set to write")
     sub.add_argument(
         "--limit-bytes",
@@ -632,14 +664,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15}) ?([KMGT]iB|)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 0")
-    return int(match[1]) * _UNITS[match[2]]
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _layer_rows(text: str) -> tuple[int, list[int]]:

@@ -21,6 +21,7 @@ from engram_server.device import DeviceConverter
 from engram_server.limits import Limits
 from engram_server.lookup import Block, InvalidRequestError, Plan, Request
 from engram_server.memory import Memory
+from engram_server.recorder import Recorder
 from engram_server.terms import DeadlinePassedError, Terms
 
 _SMALL_ROWS = 16 * 1024
@@ -65,6 +66,8 @@ class Fetcher:
         self._on_damage = on_damage
         self._completions = Completions(memory.engine)
         self._pending_rows = 0
+        self.recorder: Recorder | None = None
+        """Notes every lookup that was planned."""
 
     def admit(self, message: pb.LookupRequest, call_left_s: float | None = None) -> Admission:
         """Count a request in before any work is done for it; `release` what is returned.
@@ -95,8 +98,12 @@ class Fetcher:
 
     async def plan(self, message: pb.LookupRequest, admission: Admission) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
+        came_ns = time.monotonic_ns()
         plan = partial(_plan, message, self._memory, self._limits.block_bytes)
-        return plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+        planned = plan() if admission.rows <= _SMALL_ROWS else await asyncio.to_thread(plan)
+        if self.recorder is not None:
+            self.recorder.note(message, planned.request, admission.terms.lane, came_ns)
+        return planned
 
     async def plan_prefetch(
         self, message: pb.LookupRequest, admission: Admission

@@ -32,7 +32,12 @@ def open_target(target: str, options: MemoryOptions) -> Source:
 
 
 def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) -> list[int]:
-    """Token ids of a text, by a tokenizer whose map is proven to be the one that `source` hashes with."""
+    """Token ids of a text, by the tokenizer of `tokenizer_of`."""
+    return encode(tokenizer_of(source, target, tokenizer), text)
+
+
+def tokenizer_of(source: Source, target: str, tokenizer: Path | None) -> Path:
+    """A tokenizer.json whose map is proven to be the one that `source` hashes with. Raises TokenMapError."""
     root = Path(target)
     own = (root if root.is_dir() else root.parent) / "tokenizer.json"
     path = tokenizer or (own if root.exists() and own.is_file() else installed_tokenizer())
@@ -48,7 +53,7 @@ def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) ->
             f"{path} yields a token map with sha256 {digest.hex()}, but {target} hashes with "
             f"{expected.hex() or 'none'}: give the model's own with --tokenizer FILE"
         )
-    return encode(path, text)
+    return path
 
 
 def report(found: Lookup, output: Path | None, as_json: bool) -> None:

@@ -16,7 +16,9 @@ from typing import Literal
 
 import numpy as np
 
+from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
+from engram_server.machine import examine_machine
 from engram_server.spec import EngramSpec
 from engram_server.tables.checkpoint import PlaneRef, TableRef
 from engram_server.tables.errors import TableChangedError, TableError
@@ -113,6 +115,11 @@ class Memory:
         if self.token_map is None:
             return b""
         return self.spec.hash_digest(self.token_map.class_of(self.spec.pad_token_id))
+
+    @cached_property
+    def machine(self) -> pb.MachineInfo:
+        """What reads, as of when it was first asked for."""
+        return examine_machine(self.reader)
 
     @classmethod
     def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:

@@ -12,8 +12,8 @@ import logging
 import signal
 import socket
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
@@ -27,6 +27,7 @@ from engram_server.http import HttpServer
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.metrics import MemoryCollector, ServerMetrics
+from engram_server.recorder import RecordOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
@@ -55,6 +56,8 @@ class ServeOptions:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     limits: Limits = field(default_factory=Limits)
     shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
+    record: RecordOptions | None = None
+    """A trace of all lookups that come over gRPC."""
     grace_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
@@ -88,7 +91,7 @@ async def _serve(
     options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None, converter: DeviceConverter | None
 ) -> None:
     stop = _stop_signals()
-    with ExitStack() as closing:
+    async with AsyncExitStack() as closing:
         server = grpc.aio.server(
             options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
         )
@@ -102,12 +105,14 @@ async def _serve(
         service = EngramService(memory, options.limits, health_state.damaged, converter, metrics.lookups)
         closing.callback(service.close)
         service.register(server)
+        if options.record is not None:
+            closing.push_async_callback((await service.record(options.record)).close)
 
         addresses = _bind(server, options)
         channel = open_channel(
             memory,
             options.limits,
-            options.shared_memory,
+            _shared_memory(options),
             uds=options.uds,
             port=_port_of(options, addresses),
             server_id=service.server_id,
@@ -144,6 +149,18 @@ async def _serve(
             await server.stop(0)
         impatient.cancel()
         await drained
+
+
+def _shared_memory(options: ServeOptions) -> SharedMemoryOptions:
+    """What was asked for, unless a trace would miss what nobody asked for by name: lookups pass no Python there."""
+    chosen = options.shared_memory
+    if options.record is None or chosen.socket is None:
+        return chosen
+    if chosen.socket == "auto":
+        log.info("no shared memory while lookups are recorded: what goes through it is not seen")
+        return replace(chosen, socket=None)
+    log.warning("lookups through shared memory at %s are not recorded", chosen.socket)
+    return chosen
 
 
 def _stop_signals() -> asyncio.Event:
@@ -329,4 +346,5 @@ def _ready_line(
         + ("tables load into memory" if memory.options.resident else kept)
         + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
         + ("" if http is None else f"; metrics at http://{http.address}/metrics")
+        + ("" if options.record is None else f"; recording to {options.record.path}")
     )

@@ -27,6 +27,7 @@ from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.memory import Memory
 from engram_server.metrics import LookupMetrics
 from engram_server.prefetch import Prefetcher
+from engram_server.recorder import Recorder, RecordOptions
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 from engram_server.terms import Terms, UnsupportedError
@@ -60,6 +61,12 @@ class EngramService:
     def advertise(self, shared_memory: pb.SharedMemoryInfo) -> None:
         """Say in Describe where clients on this host find the shared-memory channel."""
         self._shared_memory = shared_memory
+
+    async def record(self, options: RecordOptions) -> Recorder:
+        """Begin a trace of all lookups that come from now on; close it after them. Raises ServeError."""
+        description = wire.describe(self._memory, self._limits, self.server_id)
+        self._fetcher.recorder = await Recorder.open(options, description)
+        return self._fetcher.recorder
 
     def register(self, server: grpc.aio.Server) -> None:
         """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests, and payloads

@@ -8,7 +8,7 @@ met with. In the end those tokens, hashed again, give the groups of all layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from engram_server.hotset import HotGroups, check_place, write_hot_set
 from engram_server.lookup import GROUP_ROWS
 from engram_server.memory import Memory
 from engram_server.tokens import Encoder, TokenMapError
+from engram_server.trace import Trace, is_trace
 
 log = logging.getLogger("engram_server")
 
@@ -68,8 +69,9 @@ def warm(
     counter = NgramCounter(memory)
     with tqdm(total=corpus_bytes(files), unit="B", unit_scale=True, desc="counting", disable=None) as bar:
         for file in files:
-            counter.start_sequence()
-            for tokens, size in token_pieces(file, encoder):
+            for tokens, history, size in _pieces(file, encoder):
+                if history is not None:
+                    counter.start_sequence(history)
                 try:
                     counter.add(tokens)
                 except ValueError as error:
@@ -86,6 +88,20 @@ def warm(
         groups=sum(len(groups) for groups in hot),
         share=kept / max(1, counter.tokens * counter.orders),
     )
+
+
+def _pieces(
+    file: Path, encoder: Encoder
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32] | None, int]]:
+    """(tokens, what is before them where a sequence begins, bytes of the file) of a text, an array or a trace."""
+    if is_trace(file):
+        for tokens, before in Trace(file).sequences():
+            yield tokens, before, tokens.nbytes + before.nbytes
+        return
+    history: NDArray[np.int32] | None = np.empty(0, dtype=np.int32)
+    for tokens, size in token_pieces(file, encoder):
+        yield tokens, history, size
+        history = None
 
 
 class NgramCounter:
@@ -107,9 +123,9 @@ class NgramCounter:
         self._merge()
         return len(self._counts.fingerprints)
 
-    def start_sequence(self) -> None:
-        """What is added next has nothing before it."""
-        self._history = np.empty(0, dtype=np.int32)
+    def start_sequence(self, history: NDArray[np.int32]) -> None:
+        """What is added next has these token ids before it, up to 3, oldest first."""
+        self._history = history
 
     def add(self, tokens: NDArray[np.int32]) -> None:
         """Count int32[n] token ids that continue the sequence. Raises ValueError for ids that are none."""

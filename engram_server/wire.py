@@ -273,6 +273,7 @@ def describe(
         scales_reason=memory.scale_decision.reason,
         cache=pb.CacheInfo(**vars(memory.cache_state())),
         shared_memory=shared_memory,
+        machine=memory.machine,
     )
 
 

@@ -26,9 +26,10 @@ import sys
 
 import engram_client
 import engram_kernels._core
+import engram_load
 import engram_server
 
-packages = [engram_client, engram_kernels, engram_server]
+packages = [engram_client, engram_kernels, engram_load, engram_server]
 for package in packages:
     folder = pathlib.Path(package.__file__).parent
     assert folder.is_relative_to(sys.prefix), f"{folder} is outside the venv"
@@ -47,6 +48,7 @@ assert "torch" not in sys.modules, "importing the packages imports torch"
 print(f"wheel: liburing is {', '.join(pathlib.Path(library).name for library in mapped)}; {len(files)} files")
 PY
 # The whole of it once: write tables, open them, read rows.
+venv/bin/engram-load --help >log 2>&1 || { cat log >&2; die "engram-load --help failed"; }
 for command in "--help" "synth tables --engram-vocab-size 1000" "lookup tables --rows 14:0,17,-1 --output rows.npy"; do
   read -ra arguments <<<"$command"
   venv/bin/engram-server "${arguments[@]}" >log 2>&1 || { cat log >&2; die "engram-server $command failed"; }

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +97,22 @@ def assert_exact(stub: Any, truth: Truth) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ Describe
+
+
+def test_describe_tells_the_machine_and_its_files(stub: Any, truth: Truth) -> None:
+    machine = stub.Describe(pb.DescribeRequest()).machine
+    assert machine.kernel == f"{os.uname().sysname} {os.uname().release}"
+    assert machine.cpu
+    assert machine.cpus == len(os.sched_getaffinity(0))
+    files = open_checkpoint(truth.path).files
+    assert [file.bytes for file in machine.files] == [file.stat().st_size for file in files]
+    for told, file in zip(machine.files, files, strict=True):
+        seen = subprocess.run(["df", "--output=fstype", file], capture_output=True, text=True, check=True)
+        assert told.file_system == seen.stdout.split()[-1]
+        assert not told.direct, "the backend is mmap"
+        assert told.alignment_bytes == 1
+        assert told.reason
+        assert str(truth.path) not in str(told), "a path is nobody's business"
 
 
 def test_describe(stub: Any, truth: Truth) -> None:

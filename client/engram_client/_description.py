@@ -90,6 +90,29 @@ class SharedMemoryFacts:
 
 
 @dataclass(frozen=True)
+class FileFacts:
+    """A file that holds rows; see FileInfo in engram.proto."""
+
+    bytes: int
+    direct: bool
+    """Read past the page cache."""
+    alignment_bytes: int
+    reason: str
+    file_system: str
+    device: str
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What reads the tables; see MachineInfo in engram.proto. "" and 0 = unknown."""
+
+    kernel: str
+    cpu: str
+    cpus: int
+    files: tuple[FileFacts, ...]
+
+
+@dataclass(frozen=True)
 class Description:
     """What one server serves. Digests are raw bytes; `.hex()` prints them."""
 
@@ -111,6 +134,8 @@ class Description:
     scales_reason: str
     cache: CacheFacts
     shared_memory: SharedMemoryFacts | None = None
+    machine: MachineFacts | None = None
+    """None: the server is an older one."""
 
     @cached_property
     def pins(self) -> list[pb.TablePin]:
@@ -180,6 +205,7 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
             evictions=reply.cache.evictions,
         ),
         shared_memory=_shared_memory_from(reply),
+        machine=_machine_from(reply),
     )
 
 
@@ -188,6 +214,17 @@ def _shared_memory_from(reply: pb.DescribeReply) -> SharedMemoryFacts | None:
         return None
     info = reply.shared_memory
     return SharedMemoryFacts(info.socket, info.version, info.slots, info.clients, info.client_bytes_max)
+
+
+def _machine_from(reply: pb.DescribeReply) -> MachineFacts | None:
+    if not reply.HasField("machine"):
+        return None
+    info = reply.machine
+    files = (
+        FileFacts(file.bytes, file.direct, file.alignment_bytes, file.reason, file.file_system, file.device)
+        for file in info.files
+    )
+    return MachineFacts(info.kernel, info.cpu, info.cpus, tuple(files))
 
 
 def _table_from(table: pb.TableInfo) -> TableFacts:

@@ -220,11 +220,12 @@ def _explain_tree(device: Device) -> list[Finding]:
 
 def _explain_one(device: Device) -> Finding:
     level, meaning, advice = _meaning(device)
-    text = "; ".join(filter(None, (_facts(device), meaning)))
+    text = "; ".join(filter(None, (device_text(device), meaning)))
     return Finding("device", level, text, advice)
 
 
-def _facts(device: Device) -> str:
+def device_text(device: Device) -> str:
+    """Its name, kind, model, size, queues and blocks."""
     name = device.kind + (f" ({device.detail})" if device.detail else "")
     facts = [f"{device.name}: {name}" + (f" {device.model}" if device.model else "")]
     facts.append(size_text(device.size_bytes))

@@ -14,6 +14,7 @@ from typing import Any
 
 from engram_server.limits import Limits
 from engram_server.memory import MemoryOptions
+from engram_server.recorder import RecordOptions
 from engram_server.server import ServeOptions
 from engram_server.shared_memory import SharedMemoryOptions
 
@@ -90,6 +91,7 @@ def serving(
     metrics: str | None = None,
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
+    record: RecordOptions | None = None,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -99,6 +101,7 @@ def serving(
         uds=uds,
         limits=Limits(**(limits or {})),
         shared_memory=shared_memory or SharedMemoryOptions(),
+        record=record,
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         metrics=metrics,

@@ -54,7 +54,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason", "cache", "shared_memory")
+    __slots__ = ("protocol_version", "server_version", "server_id", "spec", "digests", "tables", "formats", "limits", "backend", "scales_reason", "cache", "shared_memory", "machine")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class DescribeReply(_message.Message):
     SCALES_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     server_id: str
@@ -79,7 +80,8 @@ class DescribeReply(_message.Message):
     scales_reason: str
     cache: CacheInfo
     shared_memory: SharedMemoryInfo
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemoryInfo, _Mapping]] = ...) -> None: ...
+    machine: MachineInfo
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., digests: _Optional[_Union[Digests, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableInfo, _Mapping]]] = ..., formats: _Optional[_Iterable[_Union[Format, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., backend: _Optional[_Union[BackendInfo, _Mapping]] = ..., scales_reason: _Optional[str] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemoryInfo, _Mapping]] = ..., machine: _Optional[_Union[MachineInfo, _Mapping]] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("model_type", "layers", "max_ngram_size", "heads", "columns", "head_dim", "engram_vocab_size", "token_vocab_size", "compressed_vocab_size", "pad_token_id", "image_token_id")
@@ -194,6 +196,34 @@ class SharedMemoryInfo(_message.Message):
     clients: int
     client_bytes_max: int
     def __init__(self, socket: _Optional[str] = ..., version: _Optional[int] = ..., slots: _Optional[int] = ..., clients: _Optional[int] = ..., client_bytes_max: _Optional[int] = ...) -> None: ...
+
+class MachineInfo(_message.Message):
+    __slots__ = ("kernel", "cpu", "cpus", "files")
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    kernel: str
+    cpu: str
+    cpus: int
+    files: _containers.RepeatedCompositeFieldContainer[FileInfo]
+    def __init__(self, kernel: _Optional[str] = ..., cpu: _Optional[str] = ..., cpus: _Optional[int] = ..., files: _Optional[_Iterable[_Union[FileInfo, _Mapping]]] = ...) -> None: ...
+
+class FileInfo(_message.Message):
+    __slots__ = ("bytes", "direct", "alignment_bytes", "reason", "file_system", "device")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    ALIGNMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FILE_SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    direct: bool
+    alignment_bytes: int
+    reason: str
+    file_system: str
+    device: str
+    def __init__(self, bytes: _Optional[int] = ..., direct: bool = ..., alignment_bytes: _Optional[int] = ..., reason: _Optional[str] = ..., file_system: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("request_id", "tokens", "blocks", "rows", "layers", "columns", "format", "unique", "pins", "protocol_version", "lane", "timeout_ms")
