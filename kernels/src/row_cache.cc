@@ -96,6 +96,7 @@ std::uint32_t RowCache::make(Set& set, const RowGroup& group, std::uint64_t hash
   entry.group = group;
   entry.valid = 0;
   entry.heat = 0;
+  entry.request = kNoRequest;
   set_tag(set, way, tag_of(hash));
   return number(set, way);
 }
