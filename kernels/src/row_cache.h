@@ -105,7 +105,9 @@ class RowCache {
   [[gnu::always_inline]] void prefetch_entry(std::uint64_t hash) const {
     const Set& set = sets_[set_of(hash)];
     const std::uint32_t ways = matches(set, tag_of(hash));
-    if (ways != 0) __builtin_prefetch(&entries_[number(set, first(ways))], 1);
+    // Of a group that is not there, the entry that makes room for it, as a rule.
+    const std::size_t way = ways != 0 ? first(ways) : set.hand.load(std::memory_order_relaxed);
+    __builtin_prefetch(&entries_[number(set, way)], 1);
   }
   // Finds or makes a group's entry and pins it. When rows are missing, `new_miss()` is called for
   // the Miss that shall stand for them; it is filled in and entered.
@@ -197,7 +199,7 @@ class RowCache {
   struct alignas(64) Set {
     std::mutex mutex;
     std::atomic<std::uint64_t> tags[2]{};  // 16 bytes, 0 = free; written under the mutex
-    std::uint8_t hand = 0;
+    std::atomic<std::uint8_t> hand{0};     // likewise
   };
   static_assert(sizeof(Set) <= 128);
 
