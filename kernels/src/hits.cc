@@ -54,8 +54,7 @@ inline void HitCopier::stage(Tile& tile) {
   Group& group = tile.groups[tile.count++];
   --left_;
   const Layer& layer = layers_[layer_];
-  static_cast<KeyGroup&>(group) =
-      layer.keys->group(position_, columns_, group_, layer.number, layer.rows);
+  layer.keys->fill(group, position_, columns_, group_, layer.number, layer.rows);
   group.layer = static_cast<std::uint32_t>(layer_);
   group.hash = hash_(group.key);
   cache_.prefetch_set(group.hash);

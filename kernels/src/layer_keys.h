@@ -53,22 +53,26 @@ struct LayerKeys {
     return ids[static_cast<std::int64_t>(position) * position_stride +
                static_cast<std::int64_t>(column) * column_stride];
   }
-  // The g-th of the groups that the columns form, of a table with so many rows.
+  // Fills in the g-th of the groups that the columns form, of a table with so many rows. In place:
+  // a copy would wait for the bytes just written.
   //
   // Ids outside the wanted columns are part of the key, whatever they are: a slot holds, as its row
   // r, row ids[r] of the table or nothing.
-  KeyGroup group(std::size_t position, const Columns& columns, std::size_t g, std::uint16_t table,
-                 std::uint64_t rows) const {
+  void fill(KeyGroup& group, std::size_t position, const Columns& columns, std::size_t g,
+            std::uint16_t table, std::uint64_t rows) const {
     const auto [begin, end] = columns.rows_of(g);
-    const std::size_t column = (columns.first_group() + g) * columns.group_rows;
-    KeyGroup group{.key = {.table = table, .rows = static_cast<std::uint16_t>(columns.group_rows)},
-                   .what = KeyGroup::What::rows,
-                   .first = static_cast<std::uint8_t>(begin),
-                   .count = static_cast<std::uint8_t>(end - begin)};
+    const std::int64_t* const first =
+        &ids[static_cast<std::int64_t>(position) * position_stride +
+             static_cast<std::int64_t>((columns.first_group() + g) * columns.group_rows) *
+                 column_stride];
+    group.key = {.table = table, .rows = static_cast<std::uint16_t>(columns.group_rows)};
+    group.what = KeyGroup::What::rows;
+    group.first = static_cast<std::uint8_t>(begin);
+    group.count = static_cast<std::uint8_t>(end - begin);
     std::size_t zeros = 0;
     bool outside = false;
     for (std::size_t r = 0; r < columns.group_rows; ++r) {
-      const std::int64_t row = id(position, column + r);
+      const std::int64_t row = first[static_cast<std::int64_t>(r) * column_stride];
       group.key.ids[r] = static_cast<std::uint32_t>(row);
       if (r < begin || r >= end) continue;
       zeros += row == -1;
@@ -80,7 +84,6 @@ struct LayerKeys {
     } else if (zeros > 0) {
       group.what = zeros == group.count ? KeyGroup::What::zero_rows : KeyGroup::What::mixture;
     }
-    return group;
   }
 };
 

@@ -48,7 +48,7 @@ void Planner::add(const LayerKeys& keys) {
 // Throws for an id out of range.
 void Planner::check(const LayerKeys& keys, std::size_t position, std::size_t column) const {
   const std::int64_t id = keys.id(position, column);
-  // As in LayerKeys::group.
+  // As in LayerKeys::fill.
   if (static_cast<std::uint64_t>(id) + 1 <= rows_) return;
   throw std::invalid_argument("layer " + std::to_string(keys.layer) + ", position " +
                               std::to_string(position) + ", column " + std::to_string(column) +
@@ -76,7 +76,8 @@ void Planner::add_position(const LayerKeys& keys, std::size_t position, Batch::L
   const Columns& columns = batch_.columns_;
   for (std::size_t g = 0; g < columns.groups(); ++g) {
     std::int32_t& number = rows.index[position * columns.groups() + g];
-    const KeyGroup group = keys.group(position, columns, g, rows.number, rows_);
+    KeyGroup group;
+    keys.fill(group, position, columns, g, rows.number, rows_);
     switch (group.what) {
       case KeyGroup::What::rows:
         stage(group.key, group.need(), number);
