@@ -51,4 +51,4 @@ from engram_kernels import _core
 sys.exit(not pathlib.Path(_core.__file__).is_relative_to(pathlib.Path(sys.argv[1]).absolute()))
 PY
 # --capture=sys leaves the sanitizers their standard error.
-"$python" -m pytest -q --capture=sys tests/test_{hash,dequant,unique,reader,engine,faults,record}.py
+"$python" -m pytest -q --capture=sys tests/test_{hash,dequant,unique,reader,engine,hits,faults,record}.py

@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.native import PACKED, ROWS, Tables, drain
+from oracles import dequant
+from support.native import CODE_BYTES, PACKED, ROWS, Tables, drain
 
 from engram_kernels import _core
 
 PLENTY = 1 << 28
 FORMATS = list(_core.Format)
+ROW_BYTES = {_core.Format.BF16: 512, _core.Format.FP32: 1024, _core.Format.PACKED_FP8: 264}
 
 
 @pytest.fixture(params=[_core.RowKind.FP4, _core.RowKind.FP8], ids=["fp4", "fp8"])
@@ -44,13 +46,20 @@ def hits(
     ids: dict[int, NDArray[np.int64]],
     columns: tuple[int, int] = (0, 24),
     format: _core.Format = PACKED,
+    misaligned: int = 0,
+    group: int = 8,
 ) -> tuple[tuple[int, ...] | None, NDArray[np.uint8]]:
-    """What copy_hits says and writes."""
-    positions = len(next(iter(ids.values())))
-    row_bytes = {_core.Format.BF16: 512, _core.Format.FP32: 1024, _core.Format.PACKED_FP8: 264}
-    size = row_bytes.get(format) or engine_row_bytes(engine)
-    out = np.full(positions * len(ids) * (columns[1] - columns[0]) * size, 0xAA, np.uint8)
-    return engine.copy_hits(list(ids.items()), format, out, group=8, columns=columns), out
+    """What copy_hits says and writes; the latter so many bytes beyond an address that 16 divides."""
+    size = ROW_BYTES.get(format) or engine_row_bytes(engine)
+    out = guarded(len(next(iter(ids.values()))) * len(ids) * (columns[1] - columns[0]) * size, misaligned)
+    return engine.copy_hits(list(ids.items()), format, out, group=group, columns=columns), out
+
+
+def guarded(size: int, misaligned: int) -> NDArray[np.uint8]:
+    """Memory for rows, filled."""
+    whole = np.full(size + 32, 0xAA, np.uint8)
+    first = -whole.ctypes.data % 16 + misaligned
+    return whole[first : first + size]
 
 
 def are_hits(
@@ -87,9 +96,10 @@ def test_more_bytes_than_caches_hold_are_written_exactly(tables: Tables) -> None
     ids = blocks(2_048, seed=1)
     batch = fetched(engine, ids, (0, 24))
     for format in FORMATS:
-        stats, out = hits(engine, ids, format=format)
-        assert stats is not None
-        assert out.tobytes() == batch.gather(0, 2_048, format)
+        for misaligned in (0, 1, 8):
+            stats, out = hits(engine, ids, format=format, misaligned=misaligned)
+            assert stats is not None
+            assert out.tobytes() == batch.gather(0, 2_048, format)
     engine.close()
 
 
@@ -149,11 +159,92 @@ def test_out_must_have_the_size_of_all_rows(fp4: Tables) -> None:
         view = np.broadcast_to(np.full((1, 1), -1), endless)
         with pytest.raises(ValueError, match="more rows than any memory holds"):
             engine.copy_hits([(1, view)], PACKED, np.empty(832, np.uint8), group=8)
+    # However many positions: without columns they have no rows.
+    none = [(layer, np.broadcast_to(np.full((1, 1), -1), (2**54, 24))) for layer in ROWS]
+    nothing = np.empty(0, np.uint8)
+    assert engine.copy_hits(none, _core.Format.FP32, nothing, group=8, columns=(3, 3)) is None
     with pytest.raises(ValueError, match="layer 2"):
         engine.copy_hits([(2, ids)], PACKED, np.empty(7, np.uint8), group=8)
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.copy_hits([(1, ids)], PACKED, np.empty(4 * 24 * 136, np.uint8), group=8)
+
+
+def test_groups_of_the_same_ids_are_one_group(fp4: Tables) -> None:
+    """Of which a range of columns wants these rows at one place, and those at another."""
+    engine = fp4.open(cache_bytes=PLENTY)
+    ids = {1: np.tile(np.arange(8), (4, 3))}
+    batch = fetched(engine, ids, (5, 18))
+    stats, out = hits(engine, ids, (5, 18))
+    assert out.tobytes() == batch.gather(0, 4, PACKED)
+    assert stats == (4 * 13, 8, 8, 0, 0, 0, 1)
+    engine.close()
+
+
+def asked(rng: np.random.Generator) -> tuple[dict[int, NDArray[np.int64]], tuple[int, int], int]:
+    """Ids of a few n-grams, which come again and lie in strided views; with columns and group."""
+    group = int(rng.choice([1, 8, 8]))
+    width = 24 if group == 8 else int(rng.integers(1, 6))
+    begin, end = sorted(rng.choice(width + 1, 2, replace=False).tolist())
+    positions = int(rng.choice([0, 1, 3, 8, 11, 32, 70]))
+    layers = rng.permutation(list(ROWS))[: rng.integers(1, 3)].tolist()
+    ids = {}
+    for layer in layers:
+        grams = np.random.default_rng(layer).integers(0, ROWS[layer], (12, 24))
+        rows = grams[rng.integers(0, 12, positions), :width]
+        if rng.random() < 0.3:
+            rows[rng.random(positions) < 0.2] = -1
+        if rng.random() < 0.2:
+            rows[rng.random(rows.shape) < 0.01] = -1
+        if rng.random() < 0.3 and group == 8:
+            rows[:, :begin] = rng.integers(-(2**63), 2**63 - 1, begin)
+        wide = np.full((positions, 2, width + 3), ROWS[layer])
+        wide[::-1, 1, 2 : 2 + width] = rows
+        ids[layer] = wide[::-1, 1, 2 : 2 + width] if rng.random() < 0.5 else rows
+    return ids, (begin, end), group
+
+
+@pytest.mark.parametrize("sets", [1, 6, 200])
+def test_whatever_is_asked_for_hits_are_the_rows_by_the_book(tables: Tables, sets: int) -> None:
+    """Threads that copy, while others push groups out and extend those of which a part was read."""
+    slot_bytes = 8 * (CODE_BYTES[tables.kind] + 8)
+    engine = tables.open(cache_bytes=sets * (64 + 16 * (64 + slot_bytes)))
+    found = [0] * 3
+    wrong: list[str] = []
+
+    def work(thread: int) -> None:
+        rng = np.random.default_rng((sets, thread))
+        for _ in range(150):
+            ids, columns, group = asked(rng)
+            format = FORMATS[rng.integers(len(FORMATS))]
+            misaligned = int(rng.choice([0, 1, 4, 8, 15]))
+            if rng.random() < 0.7:
+                assert engine.submit(list(ids.items()), group=group, columns=columns).wait(60)
+            stats, out = hits(engine, ids, columns, format, misaligned, group)
+            if stats is None:
+                continue
+            found[thread] += stats[6]
+            if out.tobytes() != by_the_book(tables, ids, columns, format):
+                wrong.append(f"{format}, {columns}, {ids}")
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert min(found) > 0
+    engine.close()
+
+
+def by_the_book(
+    tables: Tables, ids: dict[int, NDArray[np.int64]], columns: tuple[int, int], format: _core.Format
+) -> bytes:
+    """What copy_hits must write, by the oracle."""
+    wanted = {layer: rows[:, slice(*columns)] for layer, rows in ids.items()}
+    rows = np.stack([tables.expected(layer, rows) for layer, rows in wanted.items()], axis=1)
+    packed = rows.reshape(-1, rows.shape[-1])
+    return dequant.convert(tables.kind.name.lower(), format.name.lower(), packed).tobytes()
 
 
 def test_hits_keep_a_group_from_leaving(fp4: Tables) -> None:

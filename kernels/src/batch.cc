@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "row_output.h"
+
 namespace engram {
 namespace {
 
@@ -136,6 +138,10 @@ bool Batch::emit(Miss& miss, Read& read, Room& room) {
   if (!room.take(read.file)) return false;
   ++stats_.reads;
   stats_.read_bytes += aligned_span(read.offset, read.length, room.alignment(read.file));
+  // What ended() is going to write to: the read leaves memory all the time it needs.
+  const std::size_t row_bytes = packed_bytes(table_of(miss).kind);
+  prefetch_bytes(miss.data + row * row_bytes, row_bytes);
+  if (miss.entry != Miss::kNoEntry) shared_->cache->prefetch(miss.entry);
   if (++emitted_ == rows + count_rows(miss.apart)) {
     emitted_ = 0;
     begun_ = false;

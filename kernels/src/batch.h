@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "format.h"
+#include "layer_keys.h"
 #include "read_queue.h"
 #include "row_cache.h"
 #include "tables.h"
@@ -90,22 +91,6 @@ struct EngineShared {
   std::uint64_t running = 0;               // batches whose reads have not all ended
   std::vector<std::uint64_t> completions;  // tags, for event_fd
   int event_fd = -1;
-};
-
-// Which of the ids of a position are wanted, and how they form groups.
-struct Columns {
-  std::size_t begin = 0;
-  std::size_t end = 0;
-  std::size_t group_rows = 1;  // kGroupRows, or 1
-
-  std::size_t count() const { return end - begin; }
-  std::size_t first_group() const { return begin / group_rows; }
-  std::size_t groups() const { return (end + group_rows - 1) / group_rows - first_group(); }
-  // Wanted rows of the g-th of those groups, as begin and end within it.
-  std::array<std::size_t, 2> rows_of(std::size_t g) const {
-    const std::size_t first = (first_group() + g) * group_rows;
-    return {begin > first ? begin - first : 0, std::min(end - first, group_rows)};
-  }
 };
 
 // Immutable once done; its rows live as long as it does.

@@ -8,6 +8,8 @@
 #include <system_error>
 #include <utility>
 
+#include "hits.h"
+
 namespace engram {
 namespace {
 
@@ -74,9 +76,10 @@ std::size_t Engine::gathered_bytes(const std::vector<LayerKeys>& keys, const Ord
     row_bytes = bytes;
   }
   // A view may repeat one id more often than memory has bytes: the products must not wrap.
+  // Columns first: positions without any may be as many as they like.
   std::size_t bytes = keys.size() * row_bytes;
-  if (__builtin_mul_overflow(bytes, order.positions, &bytes) ||
-      __builtin_mul_overflow(bytes, order.columns.count(), &bytes)) {
+  if (__builtin_mul_overflow(bytes, order.columns.count(), &bytes) ||
+      __builtin_mul_overflow(bytes, order.positions, &bytes)) {
     throw std::invalid_argument(std::to_string(order.positions) + " positions by " +
                                 std::to_string(order.columns.count()) +
                                 " columns are more rows than any memory holds; split them");
@@ -93,8 +96,7 @@ std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, 
     const TableState& state = shared_->tables[shared_->tables.number_of(layer.layer)];
     if (state.resident_rows() != nullptr) return std::nullopt;
   }
-  const auto request =
-      static_cast<std::uint32_t>(next_tag_.fetch_add(1, std::memory_order_relaxed));
+  const std::uint64_t request = next_tag_.fetch_add(1, std::memory_order_relaxed);
   HitCopier copier(*shared_, hash_, keys, order.columns, order.positions, format, request);
   const std::optional<BatchStats> stats = copier.copy(out);
   if (stats) {

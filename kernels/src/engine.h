@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "batch.h"
-#include "hits.h"
 #include "planner.h"
 #include "reader.h"
 

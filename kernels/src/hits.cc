@@ -10,15 +10,11 @@ namespace {
 constexpr std::size_t kEntryAhead = 8;
 constexpr std::size_t kRowsAhead = 3;
 
-RowMask mask_of(unsigned first, unsigned count) {
-  return static_cast<RowMask>(((1u << count) - 1) << first);
-}
-
 }  // namespace
 
 HitCopier::HitCopier(const EngineShared& shared, const GroupHash& hash,
                      const std::vector<LayerKeys>& keys, const Columns& columns,
-                     std::size_t positions, Format format, std::uint32_t request)
+                     std::size_t positions, Format format, std::uint64_t request)
     : cache_(*shared.cache),
       hash_(hash),
       columns_(columns),
@@ -58,27 +54,8 @@ inline void HitCopier::stage(Tile& tile) {
   Group& group = tile.groups[tile.count++];
   --left_;
   const Layer& layer = layers_[layer_];
-  const auto [begin, end] = columns_.rows_of(group_);
-  const std::int64_t stride = layer.keys->column_stride;
-  const std::int64_t* const ids =
-      layer.keys->ids + static_cast<std::int64_t>(position_) * layer.keys->position_stride +
-      static_cast<std::int64_t>((columns_.first_group() + group_) * columns_.group_rows) * stride;
-  group.key = {.table = layer.number, .rows = static_cast<std::uint16_t>(columns_.group_rows)};
+  layer.keys->fill(group, position_, columns_, group_, layer.number, layer.rows);
   group.layer = static_cast<std::uint32_t>(layer_);
-  group.first = static_cast<std::uint8_t>(begin);
-  group.count = static_cast<std::uint8_t>(end - begin);
-  std::size_t zeros = 0;
-  bool outside = false;
-  for (std::size_t r = 0; r < columns_.group_rows; ++r) {
-    const std::int64_t id = ids[static_cast<std::int64_t>(r) * stride];
-    group.key.ids[r] = static_cast<std::uint32_t>(id);
-    if (r < begin || r >= end) continue;  // whatever it is, it only tells groups apart
-    zeros += id == -1;
-    outside |= static_cast<std::uint64_t>(id) + 1 > layer.rows;
-  }
-  group.what = zeros == group.count   ? Group::What::zero_rows
-               : zeros > 0 || outside ? Group::What::other
-                                      : Group::What::rows;
   group.hash = hash_(group.key);
   cache_.prefetch_set(group.hash);
   if (++group_ < columns_.groups()) return;
@@ -97,14 +74,13 @@ bool HitCopier::pin(Tile& tile, BatchStats& stats) {
     if (i + kEntryAhead < tile.count) cache_.prefetch_entry(tile.groups[i + kEntryAhead].hash);
     Group& group = tile.groups[i];
     group.data = nullptr;
-    if (group.what == Group::What::zero_rows) continue;
-    if (group.what == Group::What::rows) {
-      const RowCache::Hit hit =
-          cache_.find(group.key, group.hash, mask_of(group.first, group.count), request_);
+    if (group.what == KeyGroup::What::zero_rows) continue;
+    if (group.what == KeyGroup::What::rows) {
+      const RowCache::Hit hit = cache_.find(group.key, group.hash, group.need(), request_);
       group.data = hit.data;
       group.entry = hit.entry;
       stats.groups += hit.first;
-      stats.distinct += hit.first ? group.count : 0;
+      stats.distinct += count_rows(hit.fresh);
     }
     if (group.data == nullptr) {
       unpin(tile, i);

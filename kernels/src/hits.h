@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "batch.h"
-#include "planner.h"
 #include "row_output.h"
 
 namespace engram {
@@ -19,7 +18,7 @@ class HitCopier {
  public:
   // `order` as for a batch of the same rows. `request` tells it from others that run meanwhile.
   HitCopier(const EngineShared& shared, const GroupHash& hash, const std::vector<LayerKeys>& keys,
-            const Columns& columns, std::size_t positions, Format format, std::uint32_t request);
+            const Columns& columns, std::size_t positions, Format format, std::uint64_t request);
 
   // Copies all rows as Batch::gather() lays them out. None when a batch must do it: then some of
   // `out` may have been written.
@@ -32,20 +31,11 @@ class HitCopier {
     std::uint64_t rows;    // of the table
     RowOutput output;
   };
-  struct Group {
-    enum class What : std::uint8_t {
-      rows,
-      zero_rows,
-      other,  // for a batch: some are zero rows, or an id is out of range
-    };
-    RowGroup key;
-    std::uint64_t hash;
-    What what;
+  struct Group : KeyGroup {
     std::uint32_t layer;  // number in the order
-    std::uint8_t first;   // wanted rows
-    std::uint8_t count;
-    const std::byte* data;
     std::uint32_t entry;
+    std::uint64_t hash;
+    const std::byte* data;  // null: zero rows
   };
   // Groups are worked on in tiles: all of one are pinned, then copied, then unpinned. Pins take
   // locked instructions, which wait for every store that is on its way past the caches.
@@ -63,7 +53,7 @@ class HitCopier {
   RowCache& cache_;
   const GroupHash& hash_;
   Columns columns_;
-  std::uint32_t request_;
+  std::uint64_t request_;
   std::vector<Layer> layers_;
   std::uint64_t rows_;
   std::byte* out_ = nullptr;

@@ -14,11 +14,7 @@ constexpr std::size_t kSetAhead = 16;
 constexpr std::size_t kEntryAhead = 8;
 // Memory of a batch's own, taken in pieces that the allocator hands out again.
 constexpr std::size_t kPieceBytes = 1 << 20;
-constexpr std::int64_t kZeroRow = -1;
-
-RowMask mask_of(std::array<std::size_t, 2> rows) {
-  return static_cast<RowMask>((1u << rows[1]) - (1u << rows[0]));
-}
+constexpr std::uint32_t kZeroId = 0xFFFFFFFF;
 
 }  // namespace
 
@@ -49,20 +45,16 @@ void Planner::add(const LayerKeys& keys) {
   flush();
 }
 
-// The id, with -1 as all ones.
-inline std::uint32_t Planner::checked(const LayerKeys& keys, std::size_t position,
-                                      std::size_t column) const {
-  const std::int64_t id = keys.ids[static_cast<std::int64_t>(position) * keys.position_stride +
-                                   static_cast<std::int64_t>(column) * keys.column_stride];
-  // As unsigned, -1 + 1 is 0 and everything below wraps beyond any row count.
-  if (static_cast<std::uint64_t>(id) + 1 > rows_) {
-    throw std::invalid_argument("layer " + std::to_string(keys.layer) + ", position " +
-                                std::to_string(position) + ", column " + std::to_string(column) +
-                                ": row id " + std::to_string(id) +
-                                " is out of range; the table has " + std::to_string(rows_) +
-                                " rows (and -1 asks for a zero row)");
-  }
-  return static_cast<std::uint32_t>(id);
+// Throws for an id out of range.
+void Planner::check(const LayerKeys& keys, std::size_t position, std::size_t column) const {
+  const std::int64_t id = keys.id(position, column);
+  // As in LayerKeys::fill.
+  if (static_cast<std::uint64_t>(id) + 1 <= rows_) return;
+  throw std::invalid_argument("layer " + std::to_string(keys.layer) + ", position " +
+                              std::to_string(position) + ", column " + std::to_string(column) +
+                              ": row id " + std::to_string(id) +
+                              " is out of range; the table has " + std::to_string(rows_) +
+                              " rows (and -1 asks for a zero row)");
 }
 
 void Planner::add_resident(const LayerKeys& keys, Batch::LayerRows& rows) {
@@ -71,8 +63,9 @@ void Planner::add_resident(const LayerKeys& keys, Batch::LayerRows& rows) {
   std::uint64_t zeros = 0;
   for (std::size_t position = 0; position < batch_.positions_; ++position) {
     for (std::size_t column = batch_.columns_.begin; column < batch_.columns_.end; ++column) {
-      *out = checked(keys, position, column);
-      zeros += *out++ == static_cast<std::uint32_t>(kZeroRow);
+      check(keys, position, column);
+      *out = static_cast<std::uint32_t>(keys.id(position, column));
+      zeros += *out++ == kZeroId;
     }
   }
   batch_.stats_.distinct += rows.ids.size() - zeros;
@@ -83,44 +76,33 @@ void Planner::add_position(const LayerKeys& keys, std::size_t position, Batch::L
   const Columns& columns = batch_.columns_;
   for (std::size_t g = 0; g < columns.groups(); ++g) {
     std::int32_t& number = rows.index[position * columns.groups() + g];
-    const std::array<std::size_t, 2> wanted = columns.rows_of(g);
-    const std::size_t first = (columns.first_group() + g) * columns.group_rows;
-    RowGroup key{.table = rows.number, .rows = static_cast<std::uint16_t>(columns.group_rows)};
-    std::size_t zeros = 0;
-    for (std::size_t r = wanted[0]; r < wanted[1]; ++r) {
-      key.ids[r] = checked(keys, position, first + r);
-      zeros += key.ids[r] == static_cast<std::uint32_t>(kZeroRow);
-    }
-    if (zeros == wanted[1] - wanted[0]) {
-      number = Batch::kZeroRows;
-    } else if (zeros > 0) {
-      split(key, wanted, rows, number);
-    } else {
-      // Ids outside the wanted columns are part of the key, whatever they are: a slot holds, as its
-      // row r, row ids[r] of the table or nothing.
-      const std::int64_t* const ids =
-          keys.ids + static_cast<std::int64_t>(position) * keys.position_stride;
-      const auto other = [&](std::size_t r) {
-        return static_cast<std::uint32_t>(
-            ids[static_cast<std::int64_t>(first + r) * keys.column_stride]);
-      };
-      for (std::size_t r = 0; r < wanted[0]; ++r) key.ids[r] = other(r);
-      for (std::size_t r = wanted[1]; r < columns.group_rows; ++r) key.ids[r] = other(r);
-      stage(key, mask_of(wanted), number);
+    KeyGroup group;
+    keys.fill(group, position, columns, g, rows.number, rows_);
+    switch (group.what) {
+      case KeyGroup::What::rows:
+        stage(group.key, group.need(), number);
+        break;
+      case KeyGroup::What::zero_rows:
+        number = Batch::kZeroRows;
+        break;
+      case KeyGroup::What::mixture:
+        split(group, rows, number);
+        break;
+      case KeyGroup::What::no_rows:
+        for (std::size_t c = columns.begin; c < columns.end; ++c) check(keys, position, c);
     }
   }
 }
 
 // Some rows of the group are zero rows: the others stand alone.
-void Planner::split(const RowGroup& group, std::array<std::size_t, 2> wanted,
-                    Batch::LayerRows& rows, std::int32_t& number) {
+void Planner::split(const KeyGroup& group, Batch::LayerRows& rows, std::int32_t& number) {
   number = Batch::kSplit - static_cast<std::int32_t>(rows.splits.size());
   auto& singles = rows.splits.emplace_back();
   singles.fill(Batch::kZeroRows);
-  for (std::size_t r = wanted[0]; r < wanted[1]; ++r) {
-    if (group.ids[r] == static_cast<std::uint32_t>(kZeroRow)) continue;
-    const RowGroup single{.ids = {group.ids[r]}, .table = group.table, .rows = 1};
-    stage(single, 1, singles[r]);
+  for (std::size_t r = group.first; r < std::size_t{group.first} + group.count; ++r) {
+    const std::uint32_t id = group.key.ids[r];
+    if (id == kZeroId) continue;
+    stage({.ids = {id}, .table = group.key.table, .rows = 1}, 1, singles[r]);
   }
   ++splits_;
 }

@@ -11,14 +11,6 @@
 
 namespace engram {
 
-// Ids [positions, whole blocks] of one layer, as the caller holds them; strides in elements.
-struct LayerKeys {
-  std::int64_t layer = 0;
-  const std::int64_t* ids = nullptr;
-  std::int64_t position_stride = 0;
-  std::int64_t column_stride = 0;
-};
-
 // Plans one batch, on the calling thread: hits never wait for another.
 class Planner {
  public:
@@ -50,11 +42,10 @@ class Planner {
   };
   static constexpr std::size_t kStaged = 32;
 
-  std::uint32_t checked(const LayerKeys& keys, std::size_t position, std::size_t column) const;
+  void check(const LayerKeys& keys, std::size_t position, std::size_t column) const;
   void add_resident(const LayerKeys& keys, Batch::LayerRows& rows);
   void add_position(const LayerKeys& keys, std::size_t position, Batch::LayerRows& rows);
-  void split(const RowGroup& group, std::array<std::size_t, 2> wanted, Batch::LayerRows& rows,
-             std::int32_t& number);
+  void split(const KeyGroup& group, Batch::LayerRows& rows, std::int32_t& number);
   void stage(const RowGroup& key, RowMask need, std::int32_t& number);
   void flush();
   Slot& slot_of(std::uint64_t hash, const RowGroup& key);

@@ -84,11 +84,13 @@ std::uint32_t RowCache::make(Set& set, const RowGroup& group, std::uint64_t hash
     new (&entries_[number(set, way)]) Entry;
     counters_.used.fetch_add(1, std::memory_order_relaxed);
   } else {
+    std::uint8_t hand = set.hand.load(std::memory_order_relaxed);
     for (std::size_t steps = kWays * (kHeatMax + 1); steps > 0 && way == kWays; --steps) {
-      Entry& entry = entries_[number(set, set.hand)];
-      if (entry.pins.load(std::memory_order_acquire) == 0 && entry.heat-- == 0) way = set.hand;
-      set.hand = static_cast<std::uint8_t>((set.hand + 1) % kWays);
+      Entry& entry = entries_[number(set, hand)];
+      if (entry.pins.load(std::memory_order_acquire) == 0 && entry.heat-- == 0) way = hand;
+      hand = static_cast<std::uint8_t>((hand + 1) % kWays);
     }
+    set.hand.store(hand, std::memory_order_relaxed);
     if (way == kWays) return Miss::kNoEntry;
     counters_.evictions.fetch_add(1, std::memory_order_relaxed);
   }
@@ -96,6 +98,7 @@ std::uint32_t RowCache::make(Set& set, const RowGroup& group, std::uint64_t hash
   entry.group = group;
   entry.valid = 0;
   entry.heat = 0;
+  entry.request = kNoRequest;
   set_tag(set, way, tag_of(hash));
   return number(set, way);
 }

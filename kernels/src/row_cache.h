@@ -105,7 +105,9 @@ class RowCache {
   [[gnu::always_inline]] void prefetch_entry(std::uint64_t hash) const {
     const Set& set = sets_[set_of(hash)];
     const std::uint32_t ways = matches(set, tag_of(hash));
-    if (ways != 0) __builtin_prefetch(&entries_[number(set, first(ways))], 1);
+    // Of a group that is not there, the entry that makes room for it, as a rule.
+    const std::size_t way = ways != 0 ? first(ways) : set.hand.load(std::memory_order_relaxed);
+    __builtin_prefetch(&entries_[number(set, way)], 1);
   }
   // Finds or makes a group's entry and pins it. When rows are missing, `new_miss()` is called for
   // the Miss that shall stand for them; it is filled in and entered.
@@ -127,9 +129,12 @@ class RowCache {
   struct Hit {
     const std::byte* data = nullptr;
     std::uint32_t entry = Miss::kNoEntry;
-    bool first = false;  // the first time for this request, unless another's came in between
+    // The first time for this request, and rows of `need` that it had not found before; unless
+    // another's came in between.
+    bool first = false;
+    RowMask fresh = 0;
   };
-  Hit find(const RowGroup& group, std::uint64_t hash, RowMask need, std::uint32_t request) {
+  Hit find(const RowGroup& group, std::uint64_t hash, RowMask need, std::uint64_t request) {
     Set& set = sets_[set_of(hash)];
     const std::lock_guard lock(set.mutex);
     for (std::uint32_t ways = matches(set, tag_of(hash)); ways != 0; ways &= ways - 1) {
@@ -138,9 +143,14 @@ class RowCache {
       if (!(entry.group == group)) continue;
       if ((need & ~entry.valid) != 0) return {};
       const bool first_time = std::exchange(entry.request, request) != request;
-      if (first_time) warm(entry);
+      if (first_time) {
+        entry.found = 0;
+        warm(entry);
+      }
+      const auto fresh = static_cast<RowMask>(need & ~entry.found);
+      entry.found |= need;
       entry.pins.fetch_add(1, std::memory_order_relaxed);
-      return {.data = data_of(at), .entry = at, .first = first_time};
+      return {.data = data_of(at), .entry = at, .first = first_time, .fresh = fresh};
     }
     return {};
   }
@@ -182,13 +192,14 @@ class RowCache {
   static constexpr std::size_t kWays = 16;
   static constexpr std::uint32_t kAllWays = (1u << kWays) - 1;
   static constexpr std::uint8_t kHeatMax = 3;
+  static constexpr std::uint64_t kNoRequest = 0;
   static constexpr std::uint64_t kPopulateShare = 32;
 
   // Tags are kept apart from entries, so that a lookup touches two cache lines.
   struct alignas(64) Set {
     std::mutex mutex;
     std::atomic<std::uint64_t> tags[2]{};  // 16 bytes, 0 = free; written under the mutex
-    std::uint8_t hand = 0;
+    std::atomic<std::uint8_t> hand{0};     // likewise
   };
   static_assert(sizeof(Set) <= 128);
 
@@ -197,9 +208,10 @@ class RowCache {
     RowMask valid = 0;
     RowMask reading = 0;
     std::uint8_t heat = 0;  // of recent hits; the hand cools it
+    RowMask found = 0;      // by `request`
     std::atomic<std::uint32_t> pins{0};
-    std::uint32_t request = 0;  // the last that found it with find()
-    Miss* misses = nullptr;     // that read or wait
+    std::uint64_t request = kNoRequest;  // the last that found it with find()
+    Miss* misses = nullptr;              // that read or wait
   };
   static_assert(sizeof(Entry) == 64);
 

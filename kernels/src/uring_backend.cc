@@ -16,6 +16,7 @@
 #include <stdexcept>
 
 #include "backend.h"
+#include "row_output.h"
 
 namespace engram {
 namespace {
@@ -297,6 +298,7 @@ class Ring {
     std::array<io_uring_cqe*, kReapReads> cqes;
     while (const unsigned seen = ::io_uring_peek_batch_cqe(&ring_, cqes.data(), kReapReads)) {
       const std::int64_t now = now_ns();
+      for (unsigned i = 0; i < seen; ++i) fetch(::io_uring_cqe_get_data64(cqes[i]));
       for (unsigned i = 0; i < seen; ++i) {
         complete(::io_uring_cqe_get_data64(cqes[i]), cqes[i]->res, now);
       }
@@ -306,6 +308,15 @@ class Ring {
       if (const int error = unusable(::io_uring_submit(&ring_))) return error;
     }
     return 0;
+  }
+
+  // Hint for complete(): the bytes that a device has written are in nobody's caches. Inlined
+  // always, see prefetch_bytes.
+  [[gnu::always_inline]] void fetch(std::uint64_t data) const {
+    if (data == kWakeUp) return;
+    const auto slot = static_cast<unsigned>(data & 0xFFFFFFFF);
+    const InFlight& read = in_flight_[slot];
+    prefetch_bytes(slots_.at(slot) + read.progress.head(), read.claimed.read.length);
   }
 
   // What an enter returned, as the errno that makes the ring unusable, or 0. EAGAIN and EBUSY: the

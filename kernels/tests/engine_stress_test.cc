@@ -9,11 +9,13 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <thread>
 #include <tuple>
 #include <vector>
 
+#include "dequant.h"
 #include "engine.h"
 #include "support.h"
 #include "test_tables.h"
@@ -27,10 +29,11 @@ constexpr std::uint64_t kTightBytes = 2 << 20;  // of budget: now and then one h
 
 // What a batch asks for, and what it must bring.
 struct Request {
-  std::vector<std::int64_t> layers;
+  std::vector<std::int64_t> layers{};
   std::vector<std::vector<std::int64_t>> ids{};  // of each layer, [positions, width]
   std::size_t width = kWidth;
   Order order{};
+  Format format = Format::packed;
 
   std::vector<LayerKeys> keys() const {
     std::vector<LayerKeys> keys;
@@ -55,9 +58,11 @@ struct Request {
   }
 };
 
-std::vector<std::int64_t> draw_layers(Random& random) {
+// FP4 and FP8 together in formats that both have.
+std::vector<std::int64_t> draw_layers(Random& random, Format format) {
   if (draw(random, 0, 4) == 0) return {kInterleaved};
   std::vector<std::int64_t> layers{kTwoCopies, kPacked, kTruncated};
+  if (format != Format::packed) layers.push_back(kInterleaved);
   std::shuffle(layers.begin(), layers.end(), random);
   if (draw(random, 0, 3) != 0) layers.resize(1);
   return layers;
@@ -65,7 +70,9 @@ std::vector<std::int64_t> draw_layers(Random& random) {
 
 // Rows of n-grams, so that groups come again; some zero rows, and anything outside the columns.
 Request draw_request(Random& random) {
-  Request request{.layers = draw_layers(random)};
+  Request request;
+  request.format = static_cast<Format>(draw(random, 0, 3));
+  request.layers = draw_layers(random, request.format);
   const bool whole = draw(random, 0, 3) != 0;
   request.width = whole ? kWidth : draw<std::size_t>(random, 1, 5);
   Columns& columns = request.order.columns;
@@ -96,8 +103,11 @@ std::vector<std::byte> expected_rows(const Request& request) {
   std::vector<std::byte> expected;
   request.for_each([&](std::int64_t layer, std::int64_t id) {
     const RowKind kind = TestTables::kind_of(layer);
-    std::vector<std::byte> row(packed_bytes(kind));
-    if (id >= 0) row = formula_row(layer, static_cast<std::uint64_t>(id), kind);
+    std::vector<std::byte> row(output_bytes(kind, request.format));
+    if (id >= 0) {
+      const auto packed = formula_row(layer, static_cast<std::uint64_t>(id), kind);
+      row_converter(kind, request.format, Simd::scalar)(packed.data(), row.data());
+    }
     expected.insert(expected.end(), row.begin(), row.end());
   });
   return expected;
@@ -121,17 +131,27 @@ std::string complaint(const Request& request, const Batch& batch, const TestTabl
                : "failed for no reason: " + failure_text(failure);
   }
   if (!bad.empty()) return "a row that cannot be read was";
-  std::vector<std::byte> got(batch.gathered_bytes(0, batch.positions(), Format::packed));
-  batch.gather(0, batch.positions(), Format::packed, got.data());
+  std::vector<std::byte> got(batch.gathered_bytes(0, batch.positions(), request.format));
+  batch.gather(0, batch.positions(), request.format, got.data());
   return got == expected_rows(request) ? "" : "rows are not the table's";
 }
 
-// The same of what the cache has of it now.
-std::string complaint_of_hits(const Request& request, Engine& engine) {
-  std::vector<std::byte> got(engine.gathered_bytes(request.keys(), request.order, Format::packed));
-  const auto stats = engine.copy_hits(request.keys(), request.order, Format::packed, got.data());
-  if (!stats || got == expected_rows(request)) return "";
-  return "rows from the cache are not the table's";
+// The same of what the cache has of it now, copied to just behind `misaligned` other bytes. None: a
+// batch must do it.
+std::optional<BatchStats> copy_hits(const Request& request, Engine& engine, std::size_t misaligned,
+                                    std::string& complaint) {
+  const std::size_t bytes = engine.gathered_bytes(request.keys(), request.order, request.format);
+  std::vector<std::byte> out(misaligned + bytes, std::byte{0xA5});
+  const auto stats =
+      engine.copy_hits(request.keys(), request.order, request.format, out.data() + misaligned);
+  std::vector<std::byte> expected(misaligned, std::byte{0xA5});
+  if (stats) {
+    const std::vector<std::byte> rows = expected_rows(request);
+    expected.insert(expected.end(), rows.begin(), rows.end());
+  }
+  out.resize(expected.size());
+  if (out != expected) complaint = "rows from the cache are not the table's";
+  return stats;
 }
 
 std::string complaint_of_stats(const Request& request, const BatchStats& stats) {
@@ -176,6 +196,7 @@ struct World {
   TestTables tables;
   std::shared_ptr<Reader> reader;
   std::unique_ptr<Engine> engine;
+  std::atomic<std::uint64_t> hits{0};  // groups
   std::mutex mutex;
   std::vector<std::string> complaints;
 };
@@ -200,12 +221,13 @@ class User {
         request.order.deadline_s = draw(random_, 0, 1) * 1e-4;
         excused.insert(ETIMEDOUT);
       }
-      if (draw(random_, 0, 1) == 0) hits(request);
+      hits(draw(random_, 0, 3) == 0 ? request : last_);
       const std::shared_ptr<Batch> batch = submit(request);
       if (batch == nullptr || draw(random_, 0, 3) == 0) continue;  // dropped at once
       while (!batch->wait(1000)) continue;
       world_.complain(complaint(request, *batch, world_.tables, excused));
       world_.complain(complaint_of_stats(request, batch->stats()));
+      last_ = request;  // its rows may be pushed out from now on
       if (!batch->failure() && draw(random_, 0, 3) == 0) keep({std::move(request), batch});
     }
     for (const Held& held : held_) check(held);
@@ -228,7 +250,13 @@ class User {
   }
   void hits(const Request& request) {
     try {
-      world_.complain(complaint_of_hits(request, *world_.engine));
+      std::string complaint;
+      const auto stats =
+          copy_hits(request, *world_.engine, draw<std::size_t>(random_, 0, 16), complaint);
+      world_.complain(complaint);
+      if (!stats) return;
+      world_.hits += stats->groups;
+      world_.complain(complaint_of_stats(request, *stats));
     } catch (const std::runtime_error& error) {
       if (lasting_) world_.complain(error.what());
       closed_ = true;
@@ -251,6 +279,7 @@ class User {
   bool lasting_;
   bool closed_ = false;
   std::deque<Held> held_;
+  Request last_;
 };
 
 // What a thread of the engine still holds after a batch is done, it gives back at once.
@@ -289,6 +318,7 @@ const std::vector<Setup> kSetups{
 TEST_CASE(
     "whatever many threads do to an engine, each gets its rows or the error that was caused") {
   unsigned seed = 0;
+  std::uint64_t hits = 0;
   for (const Setup& setup : kSetups) {
     INFO(setup.backend << ", " << setup.threads << " threads, depth " << setup.depth << ", "
                        << setup.sets << " sets");
@@ -308,6 +338,37 @@ TEST_CASE(
     CHECK(every_slot_can_be_taken(*world.engine));
     CHECK(drains(*world.engine));
     world.engine->close();
+    hits += world.hits;
+  }
+  CHECK(hits > 1000);
+}
+
+TEST_CASE("hits are those of a batch of the same rows, and are counted as it counts them") {
+  for (const std::uint64_t sets : {4, 64}) {  // some groups have left, or none has
+    World world({.backend = "pread", .threads = 2, .depth = 8, .sets = sets, .rounds = 0}, false,
+                64 << 20);
+    Random random(sets);
+    std::uint64_t groups = 0;
+    for (int round = 0; round < 600; ++round) {
+      const Request request = draw_request(random);
+      std::shared_ptr<Batch> batch;
+      for (int pass = 0; pass < 2; ++pass) {  // the second time, it may be in the cache
+        batch = world.engine->submit(request.keys(), request.order);
+        while (!batch->wait(1000)) continue;
+        REQUIRE(complaint(request, *batch, world.tables, {}) == "");
+      }
+      std::string wrong;
+      const auto stats = copy_hits(request, *world.engine, draw<std::size_t>(random, 0, 16), wrong);
+      CHECK(wrong == "");
+      if (!stats) continue;
+      CHECK(stats->rows == batch->stats().rows);
+      CHECK(stats->distinct == batch->stats().distinct);
+      CHECK(stats->cached == stats->distinct);
+      CHECK(stats->joined + stats->reads + stats->read_bytes == 0);
+      CHECK(stats->groups == batch->stats().groups);
+      groups += stats->groups;
+    }
+    CHECK(groups > 1000);
   }
 }
 

@@ -178,6 +178,31 @@ TEST_CASE("what is asked for once does not push out what is asked for often") {
   for (std::uint32_t g = 0; g < 4; ++g) CHECK(cache.look(100 * g, 0xFF).found.missing == 0);
 }
 
+TEST_CASE("a request is told which groups, and which of their rows, it has not found before") {
+  Cache cache;
+  const auto find = [&](std::uint32_t first, RowMask need, std::uint64_t request) {
+    const RowGroup group = group_of(first);
+    const RowCache::Hit hit = cache.rows.find(group, cache.hash(group), need, request);
+    REQUIRE(hit.data != nullptr);
+    cache.rows.unpin(hit.entry);
+    return hit;
+  };
+  cache.fill(0);
+  CHECK(find(0, 0x0F, 1).first);
+  CHECK_FALSE(find(0, 0x3C, 1).first);
+  CHECK(find(0, 0x3C, 1).fresh == 0);
+  CHECK(find(0, 0xF0, 1).fresh == 0xC0);
+  CHECK(find(0, 0x3C, 2).first);
+  CHECK(find(0, 0xF0, 2).fresh == 0xC0);
+  // Another group, in the slot that this request has found the first one in.
+  for (std::uint32_t g = 1; g <= 5 * kWays; ++g) {
+    cache.fill(100 * g);
+    CHECK(find(100 * g, 0xFF, 2).first);
+    CHECK(find(100 * g, 0xFF, 2).fresh == 0);
+  }
+  CHECK(cache.rows.counters().evictions.load() > kWays);
+}
+
 TEST_CASE("a miss is given up unless others wait for it, and then only regardless of them") {
   Cache cache;
   const auto reads = cache.look(0, 0x0F);
