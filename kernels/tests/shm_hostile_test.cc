@@ -212,10 +212,10 @@ TEST_CASE("a client that gives up what it asks for at once has no more than its 
   beside_an_honest_client(world, [&] {
     const auto hasty = world.attach(8 << 20);
     Random random(5);
-    const shm::Call call = draw_rows(random, kTwoCopies, 20'000).call();
+    const RowsAsked asked = draw_rows(random, kTwoCopies, 20'000);
     std::uint64_t most = 0;
     for (int round = 0; round < 300; ++round) {
-      const auto ticket = hasty->submit(call, soon());
+      const auto ticket = hasty->submit(asked.call(), soon());
       while (world.engine->in_flight_bytes() == 0 && !ticket->wait(Clock::now(), {})) continue;
       ticket->release();
       most = std::max(most, world.engine->in_flight_bytes());
