@@ -177,7 +177,9 @@ def _listen(path: Path, group: int | None) -> tuple[socket.socket, int]:
         # Before it listens, nobody can connect. Who may is checked once more by the peer's credentials.
         path.chmod(0o600 if group is None else 0o660)
         if group is not None and path.parent.stat().st_mode & 0o011 == 0:
-            log.warning("shared memory: the group cannot reach %s, since only its owner may enter the folder", path)
+            log.warning(
+                "shared memory: the group cannot reach %s, since only its owner may enter the folder", path
+            )
         listener.listen(64)
     except OSError as error:
         listener.close()
