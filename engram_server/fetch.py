@@ -65,7 +65,6 @@ class Fetcher:
         self._limits = limits
         self._on_damage = on_damage
         self._completions = Completions(memory.engine)
-        self._pending_rows = 0
         self.recorder: Recorder | None = None
         """Notes every lookup that was planned."""
 
@@ -81,20 +80,12 @@ class Fetcher:
                 f"the request asks for {rows} rows, over the limit of {self._limits.request_rows}: split it"
             )
         terms = wire.terms_of(message, rows, self._limits.decode_rows, call_left_s)
-        limit = self._limits.pending_rows
-        if terms.lane is not _core.Lane.DECODE:
-            limit -= self._limits.decode_reserve_rows
-        if self._pending_rows + rows > limit:
-            raise _core.OverloadedError(
-                f"{self._pending_rows} rows are being worked on; {rows} more would pass the limit of {limit} "
-                f"in the lane {terms.lane.name.lower()}"
-            )
-        self._pending_rows += rows
+        self._memory.engine.admit(rows, terms.lane, self._limits.pending_rows)
         return Admission(rows, terms)
 
     def release(self, admission: Admission) -> None:
         """A request that was admitted is over."""
-        self._pending_rows -= admission.rows
+        self._memory.engine.release(admission.rows)
 
     async def plan(self, message: pb.LookupRequest, admission: Admission) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""

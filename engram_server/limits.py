@@ -23,8 +23,8 @@ class Limits:
     request_rows: int = 65_536 * 48 * 2
     """Rows one request may ask for: 131,072 tokens of both layers."""
     pending_rows: int = 16 * 65_536 * 48
-    """Rows that all requests being worked on may ask for together; each holds 8 bytes of row id. The last eighth
-    is for the decode lane alone."""
+    """Rows that all requests being worked on may ask for together, over gRPC and through shared memory; each holds 8
+    bytes of row id. The last eighth is for the decode lane alone."""
     decode_rows: int = 128 * 48
     """A request of at most so many rows that names no lane goes to the decode lane: 128 tokens of both layers."""
     prefetch_rows: int = 4 * 65_536 * 48

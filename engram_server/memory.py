@@ -122,9 +122,12 @@ class Memory:
         return examine_machine(self.reader)
 
     @classmethod
-    def open(cls, path: Path, options: MemoryOptions | None = None) -> Memory:
+    def open(
+        cls, path: Path, options: MemoryOptions | None = None, claims: Mapping[str, int] | None = None
+    ) -> Memory:
         """Open a packed store, a checkpoint directory or one shard. Nothing is scanned or copied.
 
+        claims: memory that will be taken beside what the options say, in bytes, by the option that asks for it.
         Takes about a second at any size: 4,096 rows of each table are read for its digest.
 
         Raises SpecError, TableError or TokenMapError (all ValueError) for files that cannot be served,
@@ -138,7 +141,7 @@ class Memory:
             )
         checkpoint = open_tables(path)
         copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
-        scales = _scale_decision(options, checkpoint)
+        scales = _scale_decision(options, checkpoint, claims or {})
         token_map = _load_token_map(options, checkpoint)
         reader = _core.Reader(
             [str(file) for copy in copies for file in copy.files],
@@ -245,11 +248,13 @@ class Memory:
         self.close()
 
 
-def _scale_decision(options: MemoryOptions, checkpoint: OpenedTables) -> ScaleDecision:
+def _scale_decision(
+    options: MemoryOptions, checkpoint: OpenedTables, claims: Mapping[str, int]
+) -> ScaleDecision:
     # A table that is loaded whole brings its scales along, and so does every read from a packed store.
     packed = isinstance(checkpoint, Store)
     mode: ScaleMode = "disk" if options.resident or packed else options.scales
-    decision = decide_scales(mode, checkpoint.scale_bytes, claims=_claims(options, checkpoint))
+    decision = decide_scales(mode, checkpoint.scale_bytes, claims={**_claims(options, checkpoint), **claims})
     return replace(decision, reason="inside the rows of a packed store") if packed else decision
 
 

@@ -75,7 +75,8 @@ def serve(options: ServeOptions) -> int:
     """
     check_name(options.device)
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
-    with Memory.open(options.path, options.memory) as memory, ExitStack() as closing:
+    claims = options.shared_memory.claims()
+    with Memory.open(options.path, options.memory, claims) as memory, ExitStack() as closing:
         converter = open_converter(options.device, {table.kind for table in memory.tables.values()})
         memory.engine.populate_cache()
         keeper = None

@@ -22,13 +22,15 @@ from engram_kernels import _core
 from engram_server.limits import Limits
 from engram_server.lookup import group_rows
 from engram_server.memory import Memory
-from engram_server.sockets import ServeError, make_way
+from engram_server.sockets import ServeError, make_way, remove
 
 log = logging.getLogger("engram_server")
 
 _CLIENT_SHARE = 4
 """One client may have one part in so many of all bytes."""
 _IDLE_POLL_S = 0.02
+_GROUP_END = 2**32 - 1
+"""Of group ids; chown takes this one for no group."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class SharedMemoryOptions:
     """How long a service thread looks for the next request before it sleeps: latency for CPU time."""
     group: str | None = None
     """Besides this process' own user and root, members of this group may attach: its name or number."""
+
+    def claims(self) -> dict[str, int]:
+        """For Memory.open."""
+        return {} if self.socket is None else {"--shm-bytes": self.total_bytes}
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.total_bytes < 8 << 20 or self.spin_us < 0:
@@ -64,11 +70,11 @@ class SharedMemoryChannel:
         self.path = path
         self._options = options
         group = None if options.group is None else _group_id(options.group)
-        listener = _listen(path, group)
+        listener, self._inode = _listen(path, group)
         try:
             self._native = _native_server(memory, limits, options, listener, group, server_id)
         except BaseException:
-            path.unlink(missing_ok=True)
+            remove(path, self._inode)
             raise
 
     def info(self) -> pb.SharedMemoryInfo:
@@ -100,7 +106,7 @@ class SharedMemoryChannel:
 
     def close(self) -> None:
         """End every client's session; what is under way is given up."""
-        self.path.unlink(missing_ok=True)
+        remove(self.path, self._inode)
         self._native.close()
 
 
@@ -150,28 +156,37 @@ def _private_folder() -> Path:
 
 
 def _group_id(group: str) -> int:
-    if group.isdigit():
+    if group.isdecimal() and int(group) < _GROUP_END:
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid
-    except KeyError:
+    except (KeyError, ValueError):
         raise ServeError(f"there is no group {group!r} to let in: give its name or number") from None
 
 
-def _listen(path: Path, group: int | None) -> socket.socket:
+def _listen(path: Path, group: int | None) -> tuple[socket.socket, int]:
+    """The listener, and the inode of its path."""
     make_way(path, socket.SOCK_SEQPACKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inode = None
     try:
         listener.bind(str(path))
+        inode = path.lstat().st_ino
         if group is not None:
             os.chown(path, -1, group)
         # Before it listens, nobody can connect. Who may is checked once more by the peer's credentials.
         path.chmod(0o600 if group is None else 0o660)
+        if group is not None and path.parent.stat().st_mode & 0o011 == 0:
+            log.warning(
+                "shared memory: the group cannot reach %s, since only its owner may enter the folder", path
+            )
         listener.listen(64)
     except OSError as error:
         listener.close()
+        if inode is not None:
+            remove(path, inode)
         raise ServeError(f"cannot listen on the UNIX socket {path}: {error.strerror}") from error
-    return listener
+    return listener, inode
 
 
 def _native_server(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from engram_server.tables.opened import has_text_name
@@ -17,6 +18,13 @@ _PATH_BYTES_MAX = 107
 
 class ServeError(Exception):
     """The server cannot start; the text is a sentence for the operator."""
+
+
+def remove(path: Path, inode: int) -> None:
+    """Remove a socket of one's own, unless somebody has put another one in its place."""
+    with suppress(FileNotFoundError):
+        if path.lstat().st_ino == inode:
+            path.unlink()
 
 
 def make_way(path: Path, kind: socket.SocketKind) -> None:

@@ -289,6 +289,9 @@ def test_sizes_are_numbers_with_a_unit_or_none(fp4_checkpoint: Path) -> None:
 def test_what_memory_cannot_hold_is_refused_at_the_start(fp4_checkpoint: Path) -> None:
     sentence = refused("serve", fp4_checkpoint, "--cache-bytes", "900000GiB", "--listen", "127.0.0.1:0")
     assert (
-        "--cache-bytes (900000.00 GiB) and --budget-bytes (1.00 GiB) take 900001.00 GiB of memory" in sentence
+        "--cache-bytes (900000.00 GiB) and --budget-bytes (1.00 GiB) and --shm-bytes (1.00 GiB) take 900002.00 GiB"
+        in sentence
     )
+    sentence = refused("serve", fp4_checkpoint, "--shm-bytes", "900000GiB", "--listen", "127.0.0.1:0")
+    assert "--shm-bytes (900000.00 GiB) take" in sentence
     assert len(sentence.splitlines()) == 1

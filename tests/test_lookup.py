@@ -182,7 +182,7 @@ def test_requests_are_admitted_up_to_the_limit(memory: Memory) -> None:
         # What is left after an eighth of the limit is for the decode lane alone.
         bulk = rows(4)
         bulk.lane = pb.LANE_PREFILL
-        with pytest.raises(_core.OverloadedError, match="the limit of 22 in the lane prefill"):
+        with pytest.raises(_core.OverloadedError, match="the limit of 22 for lanes other than decode"):
             fetcher.admit(bulk)
         fetcher.release(fetcher.admit(rows(4)))
         fetcher.release(first)

@@ -10,8 +10,10 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +164,10 @@ def test_paths_that_cannot_be_had(fp4_checkpoint: Path, tmp_path: Path) -> None:
         SharedMemoryOptions(socket=tmp_path / ("x" * 108)): "over the 107",
         SharedMemoryOptions(socket=tmp_path / "no" / "folder"): "there is no directory",
         SharedMemoryOptions(group="no such group"): "there is no group 'no such group' to let in",
+        # What chown takes for no group at all, more than any group, and a digit that is no number.
+        SharedMemoryOptions(group="4294967295"): "there is no group '4294967295' to let in",
+        SharedMemoryOptions(group="99999999999"): "there is no group '99999999999' to let in",
+        SharedMemoryOptions(group="²"): "there is no group '²' to let in",
     }.items():
         if options.group is None:
             with (
@@ -188,6 +194,60 @@ def test_the_socket_of_a_dead_server_is_replaced(fp4_checkpoint: Path, tmp_path:
         assert_exact(client, truth, [5])
         assert server.stop() == 0
     assert not path.exists()
+
+
+def test_a_server_that_stops_leaves_the_socket_of_another_alone(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "shm", tmp_path / "other"
+    with (
+        serving(fp4_checkpoint, tmp_path, shared_memory=SharedMemoryOptions(socket=path)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as newer,
+    ):
+        newer.bind(str(other))
+        other.rename(path)
+        assert server.stop() == 0
+        assert path.is_socket()
+
+
+def test_a_group_that_cannot_reach_the_socket_is_worth_a_warning(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    options = SharedMemoryOptions(socket=tmp_path / "shm", group=str(os.getegid()))
+    with serving(fp4_checkpoint, tmp_path, shared_memory=options) as server:
+        assert f"the group cannot reach {tmp_path / 'shm'}" in server.log.read_text()
+
+
+if os.geteuid() == 0:  # nobody else can be somebody else
+
+    @pytest.mark.parametrize(
+        ("groups", "answer"),
+        [([54322], "uid 54321 may not attach"), ([54323], "in"), ([*range(60_000, 60_200), 54323], "in")],
+        ids=["a stranger", "a member", "a member of many"],
+    )
+    def test_another_user_is_let_in_as_a_member_of_the_group(
+        fp4_checkpoint: Path, tmp_path: Path, groups: list[int], answer: str
+    ) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "shm"
+            options = SharedMemoryOptions(socket=path, group="54323")
+            with serving(fp4_checkpoint, tmp_path, shared_memory=options):
+                assert (path.stat().st_mode & 0o777, path.stat().st_gid) == (0o660, 54323)
+                path.parent.chmod(0o755)
+                path.chmod(0o777)  # so that it is not the file system that decides
+                here, there = os.pipe()
+                if (pid := os.fork()) == 0:
+                    os.setgroups(groups)
+                    os.setresgid(54322, 54322, 54322)
+                    os.setresuid(54321, 54321, 54321)
+                    try:
+                        os.write(there, b"in" if attach(path).alive else b"out")
+                    except BaseException as error:
+                        os.write(there, str(error).encode())
+                    os._exit(0)
+                os.waitpid(pid, 0)
+                assert os.read(here, 1000).decode().startswith(answer)
+                os.close(here)
+                os.close(there)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +444,130 @@ def test_a_restart_with_another_table_is_refused(
             client.lookup([5])
 
 
+@pytest.fixture
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was refused tries again at once."""
+    monkeypatch.setattr("engram_client._shared._AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("soon_again")
+def test_a_client_without_it_notices_a_restart_that_grpc_does_not_tell(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    uds = tmp_path / "socket"
+    with EngramClient(f"unix:{uds}", retry=Retry(wait_for_server_s=60)) as client:
+        connection = client._pool._connections[0]
+        without = SharedMemoryOptions(socket=None)
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds, shared_memory=without) as server:
+            assert_exact(client, truth, [5])
+            known = connection._description
+            assert server.stop() == 0
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds):
+            connection._description = known  # gRPC has reconnected
+            until(lambda: client.in_place().lookup([7]).buffer is not None)
+            assert_exact(client, truth, [6])
+
+
+def test_a_thread_that_knows_an_older_server_does_not_detach_the_others(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    uds = tmp_path / "socket"
+    with EngramClient(f"unix:{uds}", retry=Retry(wait_for_server_s=60)) as client:
+        connection = client._pool._connections[0]
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds) as server:
+            assert_exact(client, truth, [5])
+            known = connection._description
+            assert known is not None
+            assert server.stop() == 0
+        with serving(fp4_checkpoint, tmp_path, listen=None, uds=uds):
+            assert_exact(client, truth, [5])
+            channel = connection._shared._channel
+            assert channel is not None
+            with client.in_place().lookup([6], format="packed") as found:
+                assert connection._shared.channel(known, None) is None
+                assert same(found.values, truth.values(truth.ids([6]), "packed"))
+            assert channel.alive
+            assert connection._shared._channel is channel
+
+
+def test_a_server_that_hangs_is_left_for_the_next(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
+    timeouts = Timeouts(request_s=None, keepalive_s=1.0, connect_s=1.0)
+    with (
+        serving(fp4_checkpoint, tmp_path) as first,
+        serving(fp4_checkpoint, tmp_path) as second,
+        EngramClient([*first.targets, *second.targets], timeouts=timeouts, shared_memory=REQUIRED) as client,
+    ):
+        assert_exact(client, truth, [5])
+        first.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            client.lookup([6], timeout=0.2)
+        pending = client.in_place().lookup([7], timeout=0.2)
+        with pytest.raises(TimeoutError):
+            pending.result()
+        assert_exact(client, truth, [6])
+        assert client.describe().server_id != ""
+
+
+# ---------------------------------------------------------------------------------------- servers that are none
+
+
+def hung(path: Path) -> list[socket.socket]:
+    """A socket at which nobody ever answers, and whose line is full."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen(0)
+    sockets = [listener]
+    while True:
+        waiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        sockets.append(waiting)
+        try:
+            waiting.connect(str(path))
+        except BlockingIOError:
+            return sockets
+
+
+def test_nobody_waits_for_ever_at_a_door(tmp_path: Path) -> None:
+    """Not where the line is full, nor in it, nor when signals come in all the while."""
+    sockets = hung(tmp_path / "full")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen(8)
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        try:
+            for path in (tmp_path / "full", tmp_path / "silent"):
+                with pytest.raises(TimeoutError):
+                    _core.ShmClient(str(path), 1 << 20, 0.2)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    for one in sockets:
+        one.close()
+
+
+def test_descriptors_that_nobody_asked_for_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+
+        def welcome() -> None:
+            connection, _ = listener.accept()
+            with connection, (tmp_path / "file").open("w") as file:
+                connection.recv(100)
+                head = struct.pack("<8sIIQ", b"\x89ENGSHM\n", 1, 0, 1 << 21)
+                socket.send_fds(connection, [head.ljust(512, b"\0")], [file.fileno()] * 2)
+
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            server = threading.Thread(target=welcome)
+            server.start()
+            with pytest.raises(RuntimeError, match="sealed"):
+                _core.ShmClient(str(path), 1 << 20, 30.0)
+            server.join()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 # --------------------------------------------------------------------------------------------- fail closed
 
 
@@ -525,8 +709,8 @@ _VICTIM = """
 import sys
 import numpy as np
 from engram_kernels import _core
-client = _core.ShmClient(sys.argv[1], 64 << 20, 30.0)
-ids = np.random.default_rng().integers(0, 40_000, 80_000, dtype=np.int64)
+client = _core.ShmClient(sys.argv[1], 16 << 20, 30.0)
+ids = np.random.default_rng().integers(0, 40_000, 20_000, dtype=np.int64)
 tickets = []
 while True:
     ticket = client.submit(kind=3, keys=[ids, np.asarray([1], "<u4")], positions=len(ids), layers=1, id_bytes=8,
@@ -605,6 +789,37 @@ def test_a_lookup_of_a_forked_child_is_refused(client: EngramClient, truth: Trut
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert_exact(client, truth, [6])
+
+
+def test_a_forked_child_does_not_keep_its_parents_place(server: ServerProcess, watch: Watch) -> None:
+    client = attach(socket_of(server))
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(there)
+        os.read(here, 1)
+        os._exit(0)
+    os.close(here)
+    del client
+    until(watch.nothing_is_left)
+    os.close(there)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_error_that_is_kept_keeps_no_memory(server: ServerProcess, truth: Truth) -> None:
+    """Its traceback holds what the lookup had under way."""
+    with EngramClient(server.targets[0], shared_memory=SharedMemory("require", 1 << 20)) as client:
+        assert_exact(client, truth, [5])
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError) as caught:
+                client.lookup(range(100, 400), timeout=0.5)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        nearly_all = range(40)
+        until(lambda: client.in_place().lookup(nearly_all).buffer is not None)
+        assert caught.value.__traceback__ is not None
+        assert_exact(client, truth, [6])
 
 
 def test_lookups_past_their_time_leave_no_trace(client: EngramClient, truth: Truth) -> None:

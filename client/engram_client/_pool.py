@@ -50,7 +50,8 @@ class Connection:
         shared_memory: SharedMemory,
     ) -> None:
         self.target = target
-        self._shared = Attachment(shared_memory, target)
+        self.silence_s = timeouts.keepalive_s
+        self._shared = Attachment(shared_memory, target, self)
         self._timeouts = timeouts
         self._limits = limits
         self._identity = identity
@@ -79,6 +80,14 @@ class Connection:
         """Ask again before the next lookup: the server may be another one."""
         self._description = None
 
+    def lives(self, at_most_s: float) -> bool:
+        """Whether the server says so within that time."""
+        try:
+            self._stub.Describe(pb.DescribeRequest(), timeout=at_most_s)
+        except grpc.RpcError:
+            return False
+        return True
+
     def lookup(self, query: Query, request_id: int, attempts: Attempts) -> Lookup:
         """One try at one lookup: through shared memory where there is some, else over gRPC, unary or as a stream of
         its own by the size of the reply."""
@@ -106,7 +115,7 @@ class Connection:
     def _lookup_shared(
         self, expected: Expected, description: Description, attempts: Attempts
     ) -> Lookup | None:
-        channel = self._shared.channel(description)
+        channel = self._shared.channel(description, attempts.remaining_s())
         if channel is None or not channel.carries(expected):
             return None
         try:
@@ -121,7 +130,7 @@ class Connection:
         """Begin a lookup in shared memory; None when it has to go over gRPC. Raises NoRoomError."""
         description = self.description(attempts)
         expected = expect(query, description, self._limits)
-        channel = self._shared.channel(description)
+        channel = self._shared.channel(description, attempts.remaining_s())
         if channel is None or not channel.carries(expected):
             return None
         try:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,20 +50,34 @@ class NoRoomError(Exception):
     """The data area is full of answers that are in use."""
 
 
+class Server(Protocol):
+    """The server behind a channel, as gRPC reaches it."""
+
+    silence_s: float
+    """How long a lookup waits before it asks."""
+
+    def lives(self, at_most_s: float) -> bool:
+        """Whether it says so within that time: one that hangs keeps its socket open."""
+
+    def forget(self) -> None:
+        """Ask it what it serves before the next lookup."""
+
+
 class Attachment:
     """The shared memory of one target, for as long as it is the same server. Safe to share between threads."""
 
-    def __init__(self, options: SharedMemory, target: str) -> None:
+    def __init__(self, options: SharedMemory, target: str, server: Server) -> None:
         self._options = options
         self._target = target
+        self._server = server
         self._lock = threading.Lock()
         self._channel: SharedChannel | None = None
         self._refused_by = ""
         self._again = 0.0
         self._told = False
 
-    def channel(self, description: Description) -> SharedChannel | None:
-        """The channel to the server described; None when its lookups go over gRPC.
+    def channel(self, description: Description, at_most_s: float | None) -> SharedChannel | None:
+        """The channel to the server described; None when its lookups go over gRPC. Takes so long at most.
 
         Raises UnavailableError when there is none and it is required.
         """
@@ -72,25 +86,36 @@ class Attachment:
             return channel
         if self._options.use == "off":
             return None
-        with self._lock:
-            return self._attached(description)
+        at_most_s = _least(at_most_s, _ATTACH_S)
+        if not self._lock.acquire(timeout=at_most_s):
+            self._without("another thread has been attaching all the while")
+            return None
+        try:
+            return self._attached(description, at_most_s)
+        finally:
+            self._lock.release()
 
-    def _attached(self, description: Description) -> SharedChannel | None:
+    def _attached(self, description: Description, at_most_s: float) -> SharedChannel | None:
         channel = self._channel
         if channel is not None and channel.server_id == description.server_id:
             return channel
-        self.drop(channel)
         if self._refused_by == description.server_id and time.monotonic() < self._again:
             self._without("it refused a moment ago")
             return None
         try:
-            self._channel = SharedChannel(self._options, description, self._target)
+            attached = SharedChannel(self._options, description, self._target, self._server, at_most_s)
         except _NoChannelError as error:
             self._refused_by, self._again = description.server_id, time.monotonic() + _AGAIN_S
+            # gRPC reconnects without a word: the server there may be another one by now.
+            self._server.forget()
+            if channel is not None and not channel.alive:
+                self.drop(channel)
             self._without(str(error))
             return None
+        self.drop(channel)
+        self._channel = attached
         log.debug("%s: lookups go through shared memory", self._target)
-        return self._channel
+        return attached
 
     def _without(self, why: str) -> None:
         if self._options.use == "require":
@@ -120,12 +145,20 @@ class _NoChannelError(Exception):
 class SharedChannel:
     """A client attached to one server. Rows used in place keep it, whatever becomes of the server."""
 
-    def __init__(self, options: SharedMemory, description: Description, target: str) -> None:
+    def __init__(
+        self,
+        options: SharedMemory,
+        description: Description,
+        target: str,
+        server: Server,
+        at_most_s: float,
+    ) -> None:
         """Raises _NoChannelError."""
         self.server_id = description.server_id
         self.target = target
         self.spin_us = options.spin_us
-        self._native, self.lost = _attach(options, description)
+        self.server = server
+        self._native, self.lost = _attach(options, description, at_most_s)
         self._pins = {False: _pins(description, None, False), True: _pins(description, None, True)}
         self._description = description
         self._piece_bytes = min(_PIECE_BYTES, len(self._native.data) // 4)
@@ -158,16 +191,26 @@ class SharedChannel:
         position_bytes = len(payload) // expected.tokens if expected.tokens else 0
         stats: list[tuple[int, ...]] = []
         ahead: deque[SharedLookup] = deque()
-        for piece in self._pieces(expected, position_bytes):
-            # Room is waited for with nothing in hand, lest two threads wait for each other's.
-            while len(ahead) == _PIECES_AHEAD or not (started := self._start(piece, deadline, not ahead)):
-                if not ahead:
-                    raise NoRoomError
+        try:
+            for piece in self._pieces(expected, position_bytes):
+                # Room is waited for with nothing in hand, lest two threads wait for each other's.
+                while len(ahead) == _PIECES_AHEAD or not (started := self._start(piece, deadline, not ahead)):
+                    if not ahead:
+                        raise NoRoomError
+                    stats.append(ahead.popleft().copy_out(payload, mask, position_bytes, deadline))
+                ahead.append(started)
+            while ahead:
                 stats.append(ahead.popleft().copy_out(payload, mask, position_bytes, deadline))
-            ahead.append(started)
-        while ahead:
-            stats.append(ahead.popleft().copy_out(payload, mask, position_bytes, deadline))
+        finally:
+            # The traceback of an error keeps them for as long as its caller keeps the error.
+            for piece_ahead in ahead:
+                piece_ahead.release()
         return build_result(expected, payload, (), mask, _sum(stats))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server has its end of the socket open."""
+        return self._native.alive
 
     def start(self, expected: Expected, timeout_s: float | None) -> SharedLookup:
         """Begin a lookup whose rows stay where the server writes them.
@@ -264,13 +307,19 @@ class SharedLookup:
     def wait(self, deadline: float | None) -> tuple[int, ...]:
         """Wait for the answer; its statistics. Raises what the server reports, DeadlineError, UnavailableError."""
         channel, expected = self._channel, self._piece.expected
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            answered = self._ticket.wait(left_s, channel.spin_us)
+            while not self._ticket.wait(_least(_left_s(deadline), channel.server.silence_s), channel.spin_us):
+                if (left_s := _left_s(deadline)) == 0.0:
+                    raise DeadlineError("no answer in the time allowed", target=channel.target)
+                if (
+                    not channel.server.lives(_least(left_s, channel.server.silence_s))
+                    and _left_s(deadline) != 0.0
+                ):
+                    raise UnavailableError(
+                        "the server hangs: it does not say that it lives", target=channel.target
+                    )
         except channel.lost as error:
             raise UnavailableError(str(error), target=channel.target) from error
-        if not answered:
-            raise DeadlineError("no answer in the time allowed", target=channel.target)
         status, message, payload_bytes, row_bytes, stats = self._ticket.answer
         if status != 0:
             raise from_number(status, message, channel.target)
@@ -318,7 +367,9 @@ class SharedLookup:
 # --------------------------------------------------------------------------------------------------- requests
 
 
-def _attach(options: SharedMemory, description: Description) -> tuple[_core.ShmClient, type[Exception]]:
+def _attach(
+    options: SharedMemory, description: Description, at_most_s: float
+) -> tuple[_core.ShmClient, type[Exception]]:
     """The client, and what its calls raise when the server has ended."""
     facts = description.shared_memory
     if facts is None:
@@ -330,7 +381,7 @@ def _attach(options: SharedMemory, description: Description) -> tuple[_core.ShmC
     except ImportError as error:
         raise _NoChannelError(f"the native part of this package cannot be loaded: {error}") from error
     try:
-        native = _core.ShmClient(facts.socket, options.data_bytes, _ATTACH_S)
+        native = _core.ShmClient(facts.socket, options.data_bytes, at_most_s)
     except OSError as error:
         raise _NoChannelError(
             f"{error.args[-1]} (is the server on this host, and the path seen here?)"
@@ -340,6 +391,14 @@ def _attach(options: SharedMemory, description: Description) -> tuple[_core.ShmC
     if native.server_id.hex() != description.server_id:
         raise _NoChannelError(f"another server listens at {facts.socket}: this one is on another host")
     return native, _core.ShmLostError
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _least(left_s: float | None, at_most_s: float) -> float:
+    return at_most_s if left_s is None else min(left_s, at_most_s)
 
 
 def _format(query: Query) -> _core.Format:

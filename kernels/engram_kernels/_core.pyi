@@ -259,6 +259,11 @@ class Engine:
         """budget_bytes bounds what all batches alive hold besides cache slots, of which bulk lanes may use seven
         eighths; cache_bytes bounds the row cache (0, or too little for one set of slots = none)."""
 
+    def admit(self, rows: int, lane: Lane, limit: int) -> None:
+        """Count a request in before any work is done for it, whichever way it came: all that are being worked on may
+        ask for `limit` rows together, the last eighth of them in the decode lane alone. Raises OverloadedError."""
+    def release(self, rows: int) -> None:
+        """A request that was admitted is over."""
     @property
     def event_fd(self) -> int:
         """Readable when a batch ended; see completions()."""
@@ -387,11 +392,11 @@ class ShmServer:
         """Clients that were not let in or were shown out since the last call, and why."""
 
 class ShmTicket:
-    """A request, and the memory of its answer. For one thread at a time; dropped, it is released once no array of it
-    is left."""
+    """A request, and the memory of its answer. Safe to share between threads; dropped, it is released once no array of
+    it is left."""
 
     def wait(self, timeout_s: float | None = None, spin_us: int = 0) -> bool:
-        """False on time-out. Ctrl-C is honoured. Raises ShmLostError."""
+        """False on time-out. Ctrl-C is honoured. Raises ShmLostError, RuntimeError once it is released."""
     @property
     def answer(self) -> tuple[int, str, int, int, tuple[int, ...]]:
         """Status as gRPC numbers it, sentence, bytes of the rows, bytes of one, Batch.stats. After wait()."""

@@ -307,6 +307,8 @@ void bind_engine(nb::module_& m) {
            }),
            nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30,
            nb::kw_only(), nb::arg("cache_bytes") = std::uint64_t{0})
+      .def("admit", &Engine::admit, nb::arg("rows"), nb::arg("lane"), nb::arg("limit"))
+      .def("release", &Engine::release, nb::arg("rows"))
       .def_prop_ro("event_fd", &Engine::event_fd)
       .def("completions", &Engine::take_completions)
       .def("submit", &submit, nb::arg("keys").noconvert(), nb::arg("notify") = false, nb::kw_only(),

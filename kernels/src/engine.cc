@@ -13,8 +13,12 @@
 namespace engram {
 namespace {
 
-// What of the budget only decode may use: bulk lanes must not shut it out.
+// What of rows and budget only decode may use: bulk lanes must not shut it out.
 constexpr std::uint64_t kDecodeShare = 8;  // one part in so many
+
+std::uint64_t limit_of(Lane lane, std::uint64_t all) {
+  return is_bulk(lane) ? all - all / kDecodeShare : all;
+}
 
 }  // namespace
 
@@ -106,6 +110,19 @@ std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, 
   return stats;
 }
 
+void Engine::admit(std::uint64_t rows, Lane lane, std::uint64_t limit) {
+  limit = limit_of(lane, limit);
+  std::uint64_t admitted = admitted_rows_.load();
+  do {
+    if (admitted > limit || rows > limit - admitted) {
+      throw Overloaded(std::to_string(admitted) + " rows are being worked on; " +
+                       std::to_string(rows) + " more would pass the limit of " +
+                       std::to_string(limit) +
+                       (is_bulk(lane) ? " for lanes other than decode" : ""));
+    }
+  } while (!admitted_rows_.compare_exchange_weak(admitted, admitted + rows));
+}
+
 std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const Order& order) {
   check_process();
   const std::uint64_t bytes = bytes_of(keys, order);
@@ -164,7 +181,6 @@ void Engine::populate_cache() {
   }
 }
 
-// What a batch may take at worst: when none of its groups is in memory, or has a cache slot.
 std::uint64_t Engine::bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const {
   // A view may repeat one id more often than memory has bytes: the products must not wrap.
   std::uint64_t total = 0;
@@ -186,8 +202,7 @@ std::uint64_t Engine::bytes_of(const std::vector<LayerKeys>& keys, const Order& 
 }
 
 void Engine::reserve(Batch& batch, std::uint64_t bytes) const {
-  const std::uint64_t budget =
-      shared_->budget_bytes - (is_bulk(batch.lane_) ? shared_->budget_bytes / kDecodeShare : 0);
+  const std::uint64_t budget = limit_of(batch.lane_, shared_->budget_bytes);
   if (bytes > budget) {
     throw std::invalid_argument("a batch that may need " + std::to_string(bytes) +
                                 " bytes cannot fit the budget of " + std::to_string(budget) +

@@ -53,12 +53,22 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  // Counts a request in before any work is done for it, whichever way it came; all that are being
+  // worked on may ask for `limit` rows together, of which a part is for decode alone. Throws
+  // Overloaded.
+  void admit(std::uint64_t rows, Lane lane, std::uint64_t limit);
+  // A request that was admitted is over.
+  void release(std::uint64_t rows) { admitted_rows_.fetch_sub(rows); }
+
   // Plans the batch and starts its reads; the ids are not needed afterwards. When the last copy of
   // the pointer goes, reads not started yet are given up, lest a request that nobody waits for
   // keeps others waiting. Throws std::invalid_argument for an unknown layer or an id out of range,
   // Overloaded when the budget is used up.
   std::shared_ptr<Batch> submit(const std::vector<LayerKeys>& keys, const Order& order);
 
+  // What a batch takes of the budget at worst: when none of its groups is in memory, or has a cache
+  // slot. Throws std::invalid_argument when that is more than any budget.
+  std::uint64_t bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const;
   // Bytes of all rows of an order. Throws std::invalid_argument when layers of different kinds
   // have no row size in common, or the number is too large.
   std::size_t gathered_bytes(const std::vector<LayerKeys>& keys, const Order& order,
@@ -102,7 +112,6 @@ class Engine {
   void check_fits(const Table& table) const;
   void check_process() const;
   void reserve(Batch& batch, std::uint64_t bytes) const;
-  std::uint64_t bytes_of(const std::vector<LayerKeys>& keys, const Order& order) const;
   template <typename Memory>
   void load(std::unique_ptr<Memory>& owner, std::atomic<Memory*>& seen,
             const std::function<std::unique_ptr<Memory>()>& make);
@@ -114,6 +123,7 @@ class Engine {
   GroupHash hash_;
   pid_t pid_;
   std::atomic<std::uint64_t> next_tag_{1};
+  std::atomic<std::uint64_t> admitted_rows_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> populating_{false};
 

@@ -1,5 +1,6 @@
 #include "shm_client.h"
 
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,8 +24,9 @@ constexpr std::size_t kKeysAlign = 8;
 
 std::shared_ptr<Client> Client::attach(const std::string& path, std::uint64_t data_bytes,
                                        std::chrono::milliseconds at_most) {
-  UniqueFd socket = connect_to(path, {.data_bytes = data_bytes});
-  Received received = receive_welcome(socket.get(), at_most);
+  const Clock::time_point until = Clock::now() + at_most;
+  UniqueFd socket = connect_to(path, {.data_bytes = data_bytes}, until);
+  Received received = receive_welcome(socket.get(), until);
   const Welcome& welcome = received.welcome;
   if (welcome.status != Status::ok) {
     const std::size_t length = std::min<std::size_t>(welcome.message_bytes, welcome.message.size());
@@ -47,6 +49,11 @@ Client::Client(UniqueFd socket, Memory memory, const ServerId& id)
       pid_(::getpid()),
       extents_(memory_.data().size()) {
   for (std::uint32_t slot = kSlots; slot > 0; --slot) free_slots_.push_back(slot - 1);
+}
+
+Client::~Client() {
+  // A child that was forked meanwhile has the socket, too, and would keep the server waiting.
+  if (::getpid() == pid_) ::shutdown(socket_.get(), SHUT_RDWR);
 }
 
 std::shared_ptr<Ticket> Client::submit(const Call& call, Clock::time_point until) {
@@ -142,22 +149,26 @@ void Client::close() { closed_.store(true); }
 
 Ticket::Ticket(std::shared_ptr<Client> client, std::uint32_t slot, std::uint32_t serial,
                std::uint64_t offset, std::uint64_t bytes, const Call& call)
-    : client_(std::move(client)),
-      slot_(slot),
+    : slot_(slot),
       serial_(serial),
       offset_(offset),
       bytes_(bytes),
       payload_bytes_(call.payload_bytes),
-      mask_bytes_(call.mask_bytes) {}
+      mask_bytes_(call.mask_bytes),
+      client_(std::move(client)) {}
 
 Ticket::~Ticket() { release(); }
 
-bool Ticket::answered() const { return client_->answered(slot_, serial_); }
+std::shared_ptr<Client> Ticket::client() const {
+  const std::lock_guard lock(mutex_);
+  if (client_ == nullptr) throw std::logic_error("the request was released");
+  return client_;
+}
 
 bool Ticket::wait(Clock::time_point until, std::chrono::nanoseconds spin) {
-  if (done_) return true;
-  if (client_ == nullptr) throw std::logic_error("the request was released");
-  Completion& from = client_->memory_.completion(slot_);
+  const std::shared_ptr<Client> client = this->client();
+  const auto answered = [&] { return client->answered(slot_, serial_); };
+  Completion& from = client->memory_.completion(slot_);
   if (spin.count() > 0) {
     const Clock::time_point spin_until = std::min(until, Clock::now() + spin);
     while (!answered() && Clock::now() < spin_until) spin_hint();
@@ -168,32 +179,37 @@ bool Ticket::wait(Clock::time_point until, std::chrono::nanoseconds spin) {
     const Clock::time_point now = Clock::now();
     if (before == serial_ || now >= until) break;
     futex_wait(from.serial, before, std::min<std::chrono::nanoseconds>(until - now, kLook));
-    if (!answered() && !client_->alive() && !answered()) {
+    if (!answered() && !client->alive() && !answered()) {
       throw Lost("the server ended before it answered");
     }
   }
   shared(from.client_waits).store(0);
   if (!answered()) return false;
-  std::memcpy(&answer_, &from, sizeof answer_);
+  const std::lock_guard lock(mutex_);
+  // While it is not released, nobody else's answer comes to the slot.
+  if (client_ == nullptr) throw std::logic_error("the request was released");
+  if (done_) return true;
+  copy_once(&answer_, &from, sizeof answer_);
   answer_.message_bytes = std::min<std::uint32_t>(
       answer_.message_bytes, static_cast<std::uint32_t>(answer_.message.size()));
   return done_ = true;
 }
 
 std::span<std::byte> Ticket::rows() const {
-  if (client_ == nullptr) throw std::logic_error("the rows were released");
-  return client_->memory_.data().subspan(offset_, payload_bytes_);
+  return client()->data().subspan(offset_, payload_bytes_);
 }
 
 std::span<std::byte> Ticket::mask() const {
-  if (client_ == nullptr) throw std::logic_error("the rows were released");
-  return client_->memory_.data().subspan(offset_ + payload_bytes_, mask_bytes_);
+  return client()->data().subspan(offset_ + payload_bytes_, mask_bytes_);
 }
 
 void Ticket::release() {
-  if (client_ == nullptr) return;
-  client_->leave(*this);
-  client_.reset();
+  std::shared_ptr<Client> client;
+  {
+    const std::lock_guard lock(mutex_);
+    client = std::move(client_);
+  }
+  if (client != nullptr) client->leave(*this);
 }
 
 }  // namespace engram::shm

@@ -45,7 +45,8 @@ struct Call {
 class Client;
 
 // A request and the part of the data area that is its own: from submit() until it is released or
-// dropped, even when the server has ended. For one thread at a time.
+// dropped, even when the server has ended. Safe to share between threads: one may release what
+// others wait for.
 class Ticket {
  public:
   Ticket(std::shared_ptr<Client> client, std::uint32_t slot, std::uint32_t serial,
@@ -55,7 +56,7 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
 
   // Waits for the answer, `spin` of it without sleeping; false when `until` came first. Throws
-  // Lost.
+  // Lost, std::logic_error once it is released.
   bool wait(std::chrono::steady_clock::time_point until, std::chrono::nanoseconds spin);
   // The rest needs a wait() that returned true.
   Status status() const { return answer_.status; }
@@ -70,17 +71,19 @@ class Ticket {
 
  private:
   friend class Client;
-  bool answered() const;
+  std::shared_ptr<Client> client() const;
 
-  std::shared_ptr<Client> client_;
-  std::uint32_t slot_;
-  std::uint32_t serial_;
-  std::uint64_t offset_;
-  std::uint64_t bytes_;
-  std::uint64_t payload_bytes_;
-  std::uint64_t mask_bytes_;
+  const std::uint32_t slot_;
+  const std::uint32_t serial_;
+  const std::uint64_t offset_;
+  const std::uint64_t bytes_;
+  const std::uint64_t payload_bytes_;
+  const std::uint64_t mask_bytes_;
+
+  mutable std::mutex mutex_;        // guards what follows
+  std::shared_ptr<Client> client_;  // null: released
   bool done_ = false;
-  Completion answer_;
+  Completion answer_;  // of anybody who has waited for it
 };
 
 // Safe to share between threads; not usable in a forked child.
@@ -90,6 +93,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // nobody serves there, NotWelcome, and std::runtime_error for a server that makes no sense.
   static std::shared_ptr<Client> attach(const std::string& path, std::uint64_t data_bytes,
                                         std::chrono::milliseconds at_most);
+
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
 
   const ServerId& server_id() const { return server_id_; }
   std::span<std::byte> data() const { return memory_.data(); }

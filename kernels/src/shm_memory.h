@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <utility>
 
@@ -50,6 +51,13 @@ class Memory {
   std::uint64_t bytes_;
   std::byte* base_ = nullptr;
 };
+
+// Copies what another process may be writing to meanwhile: whatever follows sees the copy alone,
+// since no compiler may read the original again in its place.
+inline void copy_once(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
 
 // A word that another process reads and writes.
 inline std::atomic_ref<std::uint32_t> shared(std::uint32_t& word) {

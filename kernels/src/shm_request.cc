@@ -1,6 +1,7 @@
 #include "shm_request.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -295,6 +296,7 @@ Request read_request(const Served& served, const Entry& entry, std::span<const s
   // The one look at what the client may be changing meanwhile.
   const auto keys = data.subspan(entry.keys_offset, entry.keys_bytes);
   request.body.assign(keys.begin(), keys.end());
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // as copy_once()
   Body ids(request.body);
   Body names(std::span(request.body).last(names_bytes_of(entry)));
   const auto tables = tables_of(served, names.take<const std::uint32_t>(entry.layers));

@@ -18,12 +18,13 @@
 namespace engram::shm {
 namespace {
 
-// Who connects has so long to say hello, and so many may be about to.
+// Who connects has so long to say hello, and so many may be about to: the next one takes the place
+// of who has been silent longest.
 constexpr std::chrono::seconds kGreeting{5};
 constexpr std::size_t kGreetingsMax = 32;
-constexpr std::size_t kNotesMax = 64;
-// When the process has no descriptor left for a client that waits at the door.
-constexpr std::chrono::milliseconds kNoDescriptors{20};
+constexpr std::size_t kNotesMax = 8;  // a client that comes again and again shall not fill a log
+// When the process has no descriptor or no memory left for a client that waits at the door.
+constexpr std::chrono::milliseconds kNothingLeft{20};
 
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -97,8 +98,8 @@ std::vector<std::string> Server::take_notes() {
   return std::exchange(notes_, {});
 }
 
-// With the lock held.
 void Server::note(const std::string& sentence) {
+  const std::lock_guard lock(mutex_);
   if (notes_.size() < kNotesMax) notes_.push_back(sentence);
 }
 
@@ -115,7 +116,6 @@ void Server::run() {
       if (fd == listener_.get()) {
         accept_client();
       } else if (fd != wake_.get()) {
-        const std::lock_guard lock(mutex_);
         if (const auto found = clients_.find(fd); found != clients_.end()) serve(found->second);
       }
     }
@@ -126,7 +126,6 @@ void Server::run() {
 
 // Until the next client that has said nothing is shown out.
 int Server::wait_ms() const {
-  const std::lock_guard lock(mutex_);
   Clock::time_point until = Clock::time_point::max();
   for (const auto& [fd, client] : clients_) {
     if (!client.session) until = std::min(until, client.greet_until);
@@ -140,17 +139,15 @@ void Server::accept_client() {
   UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) {
     // It stays in line, and would be reported again at once.
-    if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(kNoDescriptors);
+    if (errno != EAGAIN) std::this_thread::sleep_for(kNothingLeft);
     return;
   }
+  make_room_at_the_door();
   try {
-    const std::lock_guard lock(mutex_);
-    const auto greeting = std::ranges::count_if(
-        clients_, [](const auto& entry) { return entry.second.session == nullptr; });
-    if (static_cast<std::size_t>(greeting) >= kGreetingsMax) return;
     const Peer peer = peer_of(socket.get(), group_);
     const int fd = socket.get();
     watch(fd, EPOLLIN | EPOLLRDHUP);
+    const std::lock_guard lock(mutex_);
     clients_.emplace(
         fd,
         Client{.socket = std::move(socket), .peer = peer, .greet_until = Clock::now() + kGreeting});
@@ -159,8 +156,19 @@ void Server::accept_client() {
   }
 }
 
-// With the lock held. Something came from a client: its hello; afterwards nothing should, so it is
-// the end.
+// Who means to attach says hello at once, so nobody who does is kept out by those who do not.
+void Server::make_room_at_the_door() {
+  std::size_t greeting = 0;
+  Client* longest = nullptr;
+  for (auto& [fd, client] : clients_) {
+    if (client.session || client.gone) continue;
+    ++greeting;
+    if (longest == nullptr || client.greet_until < longest->greet_until) longest = &client;
+  }
+  if (greeting >= kGreetingsMax) longest->gone = true;
+}
+
+// Something came from a client: its hello; afterwards nothing should, so it is the end.
 void Server::serve(Client& client) {
   if (client.gone) return;
   if (client.session) {
@@ -233,24 +241,28 @@ void Server::attach(Client& client, const Hello& hello, Welcome& welcome) {
       const std::uint64_t one = 1;
       [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
     };
-    client.session =
-        std::make_unique<Session>(served_, limits_, totals_, std::move(memory), on_end);
-    client.session->start();
-    if (!send_welcome(client.socket.get(), welcome, file.get())) client.gone = true;
+    auto session = std::make_unique<Session>(served_, limits_, totals_, std::move(memory), on_end);
+    session->start();
+    {
+      const std::lock_guard lock(mutex_);
+      client.session = std::move(session);
+      if (draining_.load()) client.session->drain();
+    }
+    if (!send_welcome(client.socket.get(), welcome, file.get())) {
+      client.gone = true;
+      client.session->stop();
+    }
   } catch (const std::system_error& error) {
-    client.session.reset();
     throw Refusal(Status::resource_exhausted, error.what());
   } catch (const std::bad_alloc&) {
-    client.session.reset();
     throw Refusal(Status::resource_exhausted, "the server has no memory for another client");
   }
-  if (client.gone) client.session->stop();
 }
 
 std::uint64_t Server::bytes_used() const {
   std::uint64_t bytes = 0;
   for (const auto& [fd, client] : clients_) {
-    if (client.session) bytes += client.session->memory().file_bytes();
+    if (client.session) bytes += client.session->memory().data().size();
   }
   return bytes;
 }
@@ -259,12 +271,10 @@ std::uint64_t Server::bytes_used() const {
 void Server::reap() {
   std::uint64_t count = 0;
   [[maybe_unused]] const ssize_t drained = ::read(wake_.get(), &count, sizeof count);
-  const std::lock_guard lock(mutex_);
   for (auto at = clients_.begin(); at != clients_.end();) {
     Client& client = at->second;
     const bool late = !client.session && Clock::now() >= client.greet_until;
-    const bool over = client.session ? client.session->ended() : client.gone || late;
-    if (!over) {
+    if (!(client.session ? client.session->ended() : client.gone || late)) {
       ++at;
       continue;
     }
@@ -276,17 +286,23 @@ void Server::reap() {
       // A client that is still there may hold on to the file; it shall not hold memory of ours.
       if (!stopping_.load()) client.session->memory().free_pages();
     }
-    at = clients_.erase(at);
+    take_out(at++);
   }
+}
+
+// What it leaves takes a while to unmap: without the lock.
+void Server::take_out(std::map<int, Client>::iterator client) {
+  std::map<int, Client>::node_type over;
+  const std::lock_guard lock(mutex_);
+  over = clients_.extract(client);
 }
 
 // The server ends, not the clients: what they were answered stays theirs to read.
 void Server::end_all() {
-  const std::lock_guard lock(mutex_);
   for (auto& [fd, client] : clients_) {
     if (client.session) client.session->stop();
   }
-  clients_.clear();
+  while (!clients_.empty()) take_out(clients_.begin());
 }
 
 }  // namespace engram::shm

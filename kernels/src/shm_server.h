@@ -60,10 +60,12 @@ class Server {
   void run();
   void watch(int fd, std::uint32_t events);
   void accept_client();
+  void make_room_at_the_door();
   void serve(Client& client);
   void greet(Client& client);
   void attach(Client& client, const Hello& hello, Welcome& welcome);
   void reap();
+  void take_out(std::map<int, Client>::iterator client);
   void end_all();
   int wait_ms() const;
   std::uint64_t bytes_used() const;
@@ -78,7 +80,9 @@ class Server {
   UniqueFd epoll_;
   UniqueFd wake_;  // an eventfd: a session has ended, or the server is to
 
-  mutable std::mutex mutex_;       // guards what follows
+  // Guards what follows. What the door's thread alone changes it reads without, lest others wait
+  // while memory is made ready for a client: clients_, and which session a client has.
+  mutable std::mutex mutex_;
   std::map<int, Client> clients_;  // by socket
   std::vector<std::string> notes_;
 

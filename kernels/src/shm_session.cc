@@ -103,7 +103,7 @@ bool Session::take_entries() {
   }
   for (std::uint32_t i = 0; i < count && complaint_.empty(); ++i) {
     Entry entry;
-    std::memcpy(&entry, &memory.entry(taken_++), sizeof entry);
+    copy_once(&entry, &memory.entry(taken_++), sizeof entry);
     take(entry);
   }
   return count > 0;

@@ -9,11 +9,18 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
 namespace engram::shm {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two tries at a socket whose line is full.
+constexpr std::chrono::milliseconds kLineFull{10};
+constexpr std::int64_t kPollMs = 1000;  // longer waits are made of these
 
 [[noreturn]] void fail(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
@@ -76,24 +83,25 @@ bool send_welcome(int socket, const Welcome& welcome, int file) {
          static_cast<ssize_t>(sizeof welcome);
 }
 
-UniqueFd connect_to(const std::string& path, const Hello& hello) {
+UniqueFd connect_to(const std::string& path, const Hello& hello, Clock::time_point until) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) fail(ENAMETOOLONG, path);
   std::memcpy(address.sun_path, path.data(), path.size());
-  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  // Never waits in connect(), which could take for ever where a server that hangs has a full line.
+  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail(errno, "no socket could be made");
-  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
-    fail(errno, path);
+  while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) !=
+         0) {
+    if (errno != EAGAIN && errno != EINTR) fail(errno, path);
+    if (Clock::now() >= until) fail(ETIMEDOUT, path);
+    std::this_thread::sleep_for(kLineFull);
   }
   if (::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) fail(errno, path);
   return socket;
 }
 
-Received receive_welcome(int socket, std::chrono::milliseconds at_most) {
-  pollfd waiting{.fd = socket, .events = POLLIN, .revents = 0};
-  const int ready = ::poll(&waiting, 1, static_cast<int>(at_most.count()));
-  if (ready == 0) fail(ETIMEDOUT, "the server did not answer");
+Received receive_welcome(int socket, Clock::time_point until) {
   Received received;
   iovec part{.iov_base = &received.welcome, .iov_len = sizeof received.welcome};
   int file = -1;
@@ -102,9 +110,16 @@ Received receive_welcome(int socket, std::chrono::milliseconds at_most) {
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  if (got < 0) fail(errno, "the server's answer could not be read");
+  message.msg_controllen =
+      CMSG_LEN(sizeof file);  // one: with the padding there would be room for two
+  ssize_t got = -1;
+  while ((got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT)) < 0) {
+    if (errno != EAGAIN && errno != EINTR) fail(errno, "the server's answer could not be read");
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+    if (left.count() <= 0) fail(ETIMEDOUT, "the server did not answer");
+    pollfd waiting{.fd = socket, .events = POLLIN, .revents = 0};
+    ::poll(&waiting, 1, static_cast<int>(std::min<std::int64_t>(left.count(), kPollMs)));
+  }
   const cmsghdr* const rights = CMSG_FIRSTHDR(&message);
   if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
       rights->cmsg_len == CMSG_LEN(sizeof file)) {

@@ -35,10 +35,11 @@ struct Received {
   UniqueFd file;
 };
 
-// The client's part: connects and sends the hello. Throws std::system_error.
-UniqueFd connect_to(const std::string& path, const Hello& hello);
-// Throws std::system_error, ETIMEDOUT among them, and std::runtime_error for what is no welcome.
-Received receive_welcome(int socket, std::chrono::milliseconds at_most);
+// The client's part: connects and sends the hello. Throws std::system_error, ETIMEDOUT among them.
+UniqueFd connect_to(const std::string& path, const Hello& hello,
+                    std::chrono::steady_clock::time_point until);
+// Throws as connect_to(), and std::runtime_error for what is no welcome.
+Received receive_welcome(int socket, std::chrono::steady_clock::time_point until);
 // Whether the other side still has its end open.
 bool connected(int socket);
 

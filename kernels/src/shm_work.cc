@@ -18,7 +18,6 @@ constexpr std::size_t kBlocksAhead = 2;
 constexpr std::size_t kSliceBytes = 4 << 20;
 // One client's part of the engine's budget, and of the rows that may be worked on.
 constexpr std::uint64_t kClientShare = 8;
-constexpr std::uint64_t kDecodeShare = 8;  // of the rows, for the decode lane alone
 // Between two looks at a budget that was full.
 constexpr std::chrono::milliseconds kBudgetPoll{10};
 
@@ -50,11 +49,7 @@ Work::Work(Scope& scope, const Entry& entry)
   }
 }
 
-Work::~Work() {
-  drop_blocks();
-  scope_.held_rows -= admitted_rows_;
-  scope_.totals.pending_rows.fetch_sub(admitted_rows_);
-}
+Work::~Work() { settle(); }
 
 Work::Step Work::step() {
   Step step = Step::over;
@@ -84,7 +79,7 @@ Work::Step Work::step() {
 }
 
 void Work::end(Status status, const std::string& sentence) {
-  drop_blocks();
+  settle();
   outcome_ = {.status = status, .sentence = sentence};
 }
 
@@ -96,7 +91,7 @@ Work::Step Work::advance() {
   }
   if (submitted_ < request_->positions) {
     if (blocks_.empty() && copy_hits()) return Step::did;
-    if (may_submit() && submit() == Step::did) return Step::did;
+    if (blocks_.size() < kBlocksAhead && submit() == Step::did) return Step::did;
   }
   if (!blocks_.empty() && blocks_.front().batch->done()) return gather();
   return Step::waits;
@@ -114,18 +109,7 @@ Work::Step Work::start() {
 }
 
 void Work::admit() {
-  const bool decode = lane_ == Lane::decode;
-  const std::uint64_t all = scope_.limits.pending_rows;
-  const std::uint64_t limit = all - (decode ? 0 : all / kDecodeShare);
-  std::uint64_t pending = scope_.totals.pending_rows.load();
-  do {
-    if (pending + rows_ > limit) {
-      throw Refusal(Status::resource_exhausted,
-                    std::to_string(pending) + " rows are being worked on; " +
-                        std::to_string(rows_) + " more would pass the limit of " +
-                        std::to_string(limit));
-    }
-  } while (!scope_.totals.pending_rows.compare_exchange_weak(pending, pending + rows_));
+  scope_.served.engine->admit(rows_, lane_, scope_.limits.pending_rows);
   admitted_rows_ = rows_;
   scope_.held_rows += rows_;
 }
@@ -138,13 +122,6 @@ std::uint64_t Work::block_bytes(std::size_t positions) const {
     bytes += packed_bytes(tables[tables.number_of(keys.layer)].table.kind);
   }
   return positions * request_->columns.count() * bytes;
-}
-
-bool Work::may_submit() const {
-  if (blocks_.size() >= kBlocksAhead) return false;
-  const std::uint64_t bytes = block_bytes(block_positions_);
-  const std::uint64_t share = scope_.served.engine->budget_bytes() / kClientShare;
-  return scope_.submitted_bytes == 0 || scope_.submitted_bytes + bytes <= share;
 }
 
 // Of the block that begins at submitted_.
@@ -190,24 +167,39 @@ Work::Step Work::submit() {
   if (deadline_) {
     order.deadline_s = std::chrono::duration<double>(*deadline_ - Clock::now()).count();
   }
-  order.on_done = scope_.ring;
+  const std::uint64_t bytes = scope_.served.engine->bytes_of(keys, order);
+  const std::uint64_t held = scope_.submitted_bytes->load();
+  if (held != 0 && held + bytes > scope_.served.engine->budget_bytes() / kClientShare) {
+    return Step::waits;
+  }
+  order.on_done = on_done(bytes);
   try {
-    blocks_.push_back({.batch = scope_.served.engine->submit(keys, order),
-                       .count = count,
-                       .bytes = block_bytes(count)});
+    blocks_.push_back({.batch = scope_.served.engine->submit(keys, order), .count = count});
   } catch (const Overloaded&) {
     // A full engine refuses a new request, unless it is this client's own that fill it; one that
     // has begun is worth finishing.
-    const bool begun = submitted_ > 0 || scope_.submitted_bytes > 0;
     const Clock::time_point now = Clock::now();
     if (!waits_for_budget_until_) waits_for_budget_until_ = now + scope_.limits.budget_wait;
+    const bool begun = submitted_ > 0 || held > 0;
     if (!begun || now >= *waits_for_budget_until_) throw;
     return Step::waits;
   }
   waits_for_budget_until_.reset();
-  scope_.submitted_bytes += blocks_.back().bytes;
   submitted_ += count;
   return Step::did;
+}
+
+// What a batch is to call. It counts the batch's bytes for as long as there is the batch, which
+// outlives a request that was given up: else a client that gives up fast would have more than its
+// share.
+std::function<void()> Work::on_done(std::uint64_t bytes) const {
+  scope_.submitted_bytes->fetch_add(bytes);
+  const std::shared_ptr<const void> counted(
+      nullptr, [count = scope_.submitted_bytes, ring = scope_.ring, bytes](const void*) {
+        count->fetch_sub(bytes);
+        ring();
+      });
+  return [ring = scope_.ring, counted] { ring(); };
 }
 
 Work::Step Work::gather() {
@@ -227,16 +219,15 @@ Work::Step Work::gather() {
                       scope_.data.data() + entry_.out_offset + gathered_ * bytes);
   block.done += count;
   gathered_ += count;
-  if (block.done == block.count) {
-    scope_.submitted_bytes -= block.bytes;
-    blocks_.pop_front();
-  }
+  if (block.done == block.count) blocks_.pop_front();
   return Step::did;
 }
 
-void Work::drop_blocks() {
-  for (const Block& block : blocks_) scope_.submitted_bytes -= block.bytes;
+// Before the client hears of its end, so that there is room for what it asks for next.
+void Work::settle() {
   blocks_.clear();
+  scope_.held_rows -= admitted_rows_;
+  scope_.served.engine->release(std::exchange(admitted_rows_, 0));
 }
 
 void Work::finish() {
@@ -248,6 +239,7 @@ void Work::finish() {
   outcome_.payload_bytes = payload;
   outcome_.row_bytes = static_cast<std::uint32_t>(request_->row_bytes);
   outcome_.stats.rows = request_->positions * request_->keys.size() * request_->columns.count();
+  settle();
 }
 
 Clock::time_point Work::look_again() const {

@@ -22,7 +22,6 @@ using Clock = std::chrono::steady_clock;
 
 // What all clients of a server share.
 struct Totals {
-  std::atomic<std::uint64_t> pending_rows{0};
   std::atomic<std::uint64_t> requests{0};
   std::atomic<std::uint64_t> failed{0};
 
@@ -49,8 +48,10 @@ struct Scope {
   std::span<std::byte> data;     // of the client
   std::function<void()> ring{};  // wakes its thread, from any other
 
-  std::uint64_t held_rows = 0;        // of works that have read their keys
-  std::uint64_t submitted_bytes = 0;  // of blocks the engine has
+  std::uint64_t held_rows = 0;  // of works that have read their keys
+  // Of blocks the engine has, those given up among them until their last read has ended.
+  std::shared_ptr<std::atomic<std::uint64_t>> submitted_bytes =
+      std::make_shared<std::atomic<std::uint64_t>>(0);
 };
 
 class Work {
@@ -87,20 +88,19 @@ class Work {
     std::shared_ptr<Batch> batch;
     std::size_t count;     // positions
     std::size_t done = 0;  // of these, gathered
-    std::uint64_t bytes;   // of packed rows
     bool checked = false;  // its files were looked at after its reads
   };
 
   Step advance();
   Step start();
   void admit();
-  bool may_submit() const;
   std::vector<LayerKeys> next_keys() const;
   void ensure_unwritten() const;
   bool copy_hits();
   Step submit();
   Step gather();
-  void drop_blocks();
+  std::function<void()> on_done(std::uint64_t bytes) const;
+  void settle();
   void finish();
   bool late() const { return deadline_ && Clock::now() >= *deadline_; }
   std::uint64_t block_bytes(std::size_t positions) const;

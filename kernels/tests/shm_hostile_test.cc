@@ -1,6 +1,8 @@
 // Clients that keep no rule. Each runs beside one that does, which must be answered exactly all
 // along; afterwards the server must be as it was before.
 #include <doctest/doctest.h>
+#include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -22,8 +24,8 @@ struct Raw {
   shm::Memory memory;
 
   static Raw attach(const ShmWorld& world) {
-    UniqueFd socket = shm::connect_to(world.path, {.data_bytes = 1 << 20});
-    shm::Received received = shm::receive_welcome(socket.get(), std::chrono::seconds(30));
+    UniqueFd socket = shm::connect_to(world.path, {.data_bytes = 1 << 20}, soon());
+    shm::Received received = shm::receive_welcome(socket.get(), soon());
     return {std::move(socket),
             shm::Memory::map(std::move(received.file), received.welcome.file_bytes)};
   }
@@ -165,16 +167,26 @@ TEST_CASE("fields that change while they are read") {
       while (!stop.load()) {
         ids[random() % 10] =
             static_cast<std::int64_t>(random() % 2 == 0 ? random() : random() % 3000);
-        scribbled.entry(static_cast<std::uint32_t>(random())).out_offset = random();
-        scribbled.entry(static_cast<std::uint32_t>(random())).keys_bytes = random() % 200;
+        shm::Entry& entry = scribbled.entry(static_cast<std::uint32_t>(random()));
+        entry.out_offset = random() % 3 == 0 ? random() : 4096;
+        entry.keys_bytes = random() % 3 == 0 ? random() % 200 : 84;
+        entry.positions = random() % 3 == 0 ? static_cast<std::uint32_t>(random()) : 10;
+        entry.format = static_cast<std::uint8_t>(random() % 6);
       }
     });
-    for (std::uint32_t round = 0; round < 3000 && !raw.shown_out(); ++round) {
-      const std::uint32_t slot = round % shm::kSlots;
-      raw.put(round, rows_entry(slot, round + 1));
-      raw.submit(1);
-      if (slot == shm::kSlots - 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    // Whatever was read, each request is answered, in words or with rows.
+    for (std::uint32_t serial = 1; serial <= 100; ++serial) {
+      for (std::uint32_t slot = 0; slot < shm::kSlots; ++slot) {
+        raw.put(serial * shm::kSlots + slot - shm::kSlots, rows_entry(slot, serial));
+        raw.submit(1);
+      }
+      for (std::uint32_t slot = 0; slot < shm::kSlots; ++slot) {
+        shm::Completion& answer = raw.memory.completion(slot);
+        CHECK(until([&] { return shm::shared(answer.serial).load() == serial; }));
+        CHECK((answer.status == shm::Status::ok || answer.status == shm::Status::invalid_argument));
+      }
     }
+    CHECK_FALSE(raw.shown_out());
     stop.store(true);
     scribbler.join();
   });
@@ -192,6 +204,24 @@ TEST_CASE("a client that never looks at its answers, with all its slots full") {
     }
     CHECK(hoarder->submit(asked.call(), Clock::now()) == nullptr);
     CHECK(until([&] { return world.server->counts().requests >= shm::kSlots; }));
+  });
+}
+
+TEST_CASE("a client that gives up what it asks for at once has no more than its share") {
+  ShmWorld world(false);
+  beside_an_honest_client(world, [&] {
+    const auto hasty = world.attach(8 << 20);
+    Random random(5);
+    const RowsAsked asked = draw_rows(random, kTwoCopies, 20'000);
+    std::uint64_t most = 0;
+    for (int round = 0; round < 300; ++round) {
+      const auto ticket = hasty->submit(asked.call(), soon());
+      while (world.engine->in_flight_bytes() == 0 && !ticket->wait(Clock::now(), {})) continue;
+      ticket->release();
+      most = std::max(most, world.engine->in_flight_bytes());
+    }
+    // The honest one's few rows beside it.
+    CHECK(most < world.engine->budget_bytes() / 8 + (1 << 20));
   });
 }
 
@@ -222,19 +252,63 @@ TEST_CASE("greetings that are none, and none at all") {
   ShmWorld world(false);
   beside_an_honest_client(world, [&] {
     for (const std::size_t bytes : {1u, 23u, 24u, 25u, 4096u}) {
-      const UniqueFd socket = shm::connect_to(world.path, {.magic = {'n', 'o'}});
+      const UniqueFd socket = shm::connect_to(world.path, {.magic = {'n', 'o'}}, soon());
       const std::vector<char> junk(bytes, 'x');
       ::send(socket.get(), junk.data(), junk.size(), MSG_NOSIGNAL);
       CHECK(until([&] { return !shm::connected(socket.get()); }));
     }
-    const UniqueFd newer = shm::connect_to(world.path, {.version = 9});
-    const shm::Received answer = shm::receive_welcome(newer.get(), std::chrono::seconds(30));
+    const UniqueFd newer = shm::connect_to(world.path, {.version = 9}, soon());
+    const shm::Received answer = shm::receive_welcome(newer.get(), soon());
     CHECK(answer.welcome.status == shm::Status::failed_precondition);
     CHECK_FALSE(answer.file);
     // Talking while attached is the end of it.
     const Raw talker = Raw::attach(world);
     ::send(talker.socket.get(), "hello?", 6, MSG_NOSIGNAL);
     CHECK(until([&] { return talker.shown_out(); }));
+  });
+}
+
+TEST_CASE("who says nothing at the door keeps nobody out") {
+  ShmWorld world(false);
+  beside_an_honest_client(world, [&] {
+    std::vector<UniqueFd> silent(100);
+    for (UniqueFd& socket : silent) {
+      socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+      sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+      std::strncpy(address.sun_path, world.path.c_str(), sizeof address.sun_path - 1);
+      REQUIRE(::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                        sizeof address) == 0);
+    }
+    CHECK(complaint(*world.attach(), {.layer = 1, .ids = {7}}) == "");
+    CHECK(std::ranges::any_of(silent, [](const UniqueFd& s) { return shm::connected(s.get()); }));
+  });
+}
+
+TEST_CASE("pages that a client takes out of the file come back, as zeros") {
+  ShmWorld world(false);
+  beside_an_honest_client(world, [&] {
+    Raw raw = Raw::attach(world);
+    const UniqueFd file = raw.memory.take_fd();
+    for (std::uint32_t round = 0; round < 300 && !raw.shown_out(); ++round) {
+      for (std::uint32_t i = 0; i < 8; ++i) {
+        raw.put(round * 8 + i, rows_entry((round * 8 + i) % shm::kSlots, round * 8 + i + 1));
+      }
+      raw.submit(8);
+      CHECK(::fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                        static_cast<off_t>(raw.memory.file_bytes())) == 0);
+    }
+  });
+}
+
+TEST_CASE("a thread that sleeps on another word than it meant to is stopped all the same") {
+  ShmWorld world(false);
+  beside_an_honest_client(world, [&] {
+    Raw raw = Raw::attach(world);
+    std::uint32_t& doorbell = raw.memory.header().doorbell;
+    std::uint32_t& elsewhere = raw.memory.header().server_waits;
+    CHECK(until(
+        [&] { return ::syscall(SYS_futex, &doorbell, FUTEX_REQUEUE, 0, 1, &elsewhere, 0) == 1; }));
+    raw.socket.reset();
   });
 }
 

@@ -198,6 +198,53 @@ TEST_CASE("a full server refuses, and a client that leaves makes room") {
   CHECK(world.server->take_notes().size() == 2);
 }
 
+TEST_CASE("four clients may have a quarter each") {
+  shm::Limits limits;
+  limits.client_bytes = 1 << 20;
+  limits.bytes = 4 << 20;
+  const ShmWorld world(false, limits);
+  std::vector<std::shared_ptr<shm::Client>> clients;
+  for (int i = 0; i < 4; ++i) clients.push_back(world.attach(limits.client_bytes));
+  CHECK(world.server->counts().clients == 4);
+  CHECK_THROWS_AS(world.attach(), shm::NotWelcome);
+}
+
+TEST_CASE("rows that are worked on for others count here, too") {
+  shm::Limits limits;
+  limits.pending_rows = 100;
+  const ShmWorld world(false, limits);
+  const auto client = world.attach();
+  const RowsAsked asked{.layer = 1, .ids = {1, 2, 3}};
+  world.engine->admit(98, Lane::decode, 100);
+  CHECK(complaint(*client, asked) ==
+        "98 rows are being worked on; 3 more would pass the limit of 100");
+  world.engine->release(98);
+  CHECK(complaint(*client, asked) == "");
+  world.engine->admit(100, Lane::decode, 100);
+  world.engine->release(100);
+}
+
+TEST_CASE("a request is released while other threads wait for its answer") {
+  const ShmWorld world(false);
+  const auto client = world.attach(8 << 20);
+  Random random(6);
+  const RowsAsked asked = draw_rows(random, kTwoCopies, 20'000);
+  for (int round = 0; round < 50; ++round) {
+    const auto ticket = client->submit(asked.call(), soon());
+    in_parallel(3, [&](unsigned thread) {
+      if (thread == 0) return ticket->release();
+      try {
+        const bool answered = ticket->wait(soon(), kNoSpin);
+        CHECK(answered);
+        CHECK(ticket->answer().payload_bytes == asked.ids.size() * 136);
+      } catch (const std::logic_error& error) {
+        CHECK(std::string(error.what()) == "the request was released");
+      }
+    });
+  }
+  CHECK(complaint(*client, asked) == "");
+}
+
 TEST_CASE("attached and detached a hundred times, nothing is left") {
   const ShmWorld world(false);
   for (int round = 0; round < 100; ++round) {
