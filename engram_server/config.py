@@ -11,6 +11,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any
 _UNSET: Any = object()
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
+_NOT_OURS = re.compile(r"CONFIG|(SERVICE_(HOST|PORT)|PORT)(_.*)?")
+"""After the prefix: the file, and what Kubernetes tells of a service whose name makes the same prefix."""
 _NOT_CONFIGURABLE = ("help", "config")
 
 
@@ -60,8 +63,8 @@ class Configurable:
         self, options: argparse.Namespace, environ: Mapping[str, str] = os.environ
     ) -> tuple[Setting, ...]:
         """Set in `options` what its command line left open. Raises ConfigError, OSError for an unreadable file."""
-        path = options.config or Path(environ.get(f"{self._prefix}CONFIG", ""))
-        given = self._from_file(path) if path != Path() else {}
+        named = environ.get(f"{self._prefix}CONFIG", "") if options.config is None else options.config
+        given = self._from_file(Path(named)) if named != "" else {}
         given |= self._from_environment(environ)
         settings = []
         for key, action in self._actions.items():
@@ -99,7 +102,7 @@ class Configurable:
     def _from_environment(self, environ: Mapping[str, str]) -> dict[str, Setting]:
         settings = {}
         for name, text in environ.items():
-            if not name.startswith(self._prefix) or name == f"{self._prefix}CONFIG":
+            if not name.startswith(self._prefix) or _NOT_OURS.fullmatch(name.removeprefix(self._prefix)):
                 continue
             key = self._known(name.removeprefix(self._prefix).replace("_", "-").lower(), name)
             settings[key] = Setting(key, _from_text(self._actions[key], text, name), name)
@@ -120,7 +123,11 @@ def as_toml(command: str, settings: tuple[Setting, ...]) -> Iterator[str]:
     yield f"[{command}]"
     for text, setting in lines:
         unset = "# " if setting.value is None else ""
-        yield f"{unset + text:<{width + 2}}  # {setting.source}"
+        yield f"{unset + text:<{width + 2}}  # {_one_line(setting.source)}"
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _toml(setting: Setting) -> str:

@@ -106,10 +106,10 @@ class Fetcher:
     def hits(self, block: Block, format: _core.Format, terms: Terms) -> Hits | None:
         """The payload of a small block whose rows are all in the cache; None: submit it.
 
-        It counts against no budget: hold one at a time. Raises DeadlinePassedError, and TableChangedError as
+        It counts against no budget, and is at most one chunk. Raises DeadlinePassedError, and TableChangedError as
         Memory.ensure_unwritten.
         """
-        if block.payload_bytes > _SMALL_BYTES or self._converter is not None:
+        if block.payload_bytes > min(_SMALL_BYTES, self._limits.chunk_bytes) or self._converter is not None:
             return None
         payload = np.empty(block.payload_bytes, dtype=np.uint8)
         stats = block.copy_hits(self._memory.engine, terms, format, payload)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,12 +16,16 @@ from prometheus_client.exposition import choose_encoder
 
 from engram_server.sockets import ServeError
 
-_REQUEST_S = 5.0
-"""How long a client may take to send its request, or to take the answer."""
+log = logging.getLogger("engram_server")
+
+_SILENCE_S = 5.0
+"""How long a client may keep its thread waiting for the next byte."""
+_CONNECTIONS = 16
+"""Answered at once; others are hung up on."""
 
 
 class HttpServer:
-    """Answers on its own threads, so that a scrape neither waits for lookups nor they for it."""
+    """Answers on threads of its own."""
 
     def __init__(
         self,
@@ -36,8 +43,9 @@ class HttpServer:
             raise ServeError(f"cannot show metrics at {listen!r}: expected HOST:PORT, such as 127.0.0.1:9464")
         try:
             self._server = _Server(host.strip("[]"), int(port))
-        except OSError as error:
-            raise ServeError(f"cannot show metrics at {listen}: {error.strerror or error}") from error
+        except (OSError, TypeError, UnicodeError) as error:  # the last two: of a host that is no name
+            reason = getattr(error, "strerror", None) or error
+            raise ServeError(f"cannot show metrics at {listen}: {reason}") from error
         self._server.registry, self._server.not_alive, self._server.not_ready = registry, not_alive, not_ready
         self.address = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="engram-http", daemon=True)
@@ -58,30 +66,60 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
+        self._room = threading.BoundedSemaphore(_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
+    def server_bind(self) -> None:
+        """Without the name look-up of HTTPServer, which may take as long as name servers do."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, while there is room for one."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The thread's."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no news either."""
+        """A client that hangs up is no news."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            log.exception("a request for metrics failed")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _REQUEST_S
-    protocol_version = "HTTP/1.1"
+    timeout = _SILENCE_S
     server_version = "engram-server"
     sys_version = ""
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
             case "/metrics":
-                encode, kind = choose_encoder(self.headers.get("Accept", ""))
-                self._answer(200, encode(self.server.registry), kind)
+                self._metrics()
             case "/healthz":
                 self._say(self.server.not_alive(), "alive")
             case "/readyz":
                 self._say(self.server.not_ready(), "ready")
             case _:
                 self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+
+    def _metrics(self) -> None:
+        encode, kind = choose_encoder(self.headers.get("Accept", ""))
+        try:
+            body = encode(self.server.registry)
+        except Exception:
+            log.exception("metrics could not be collected")
+            self._answer(500, b"metrics could not be collected: see the server's log\n")
+        else:
+            self._answer(200, body, kind)
 
     def _say(self, trouble: str, well: str) -> None:
         self._answer(503 if trouble else 200, f"{trouble or well}\n".encode())

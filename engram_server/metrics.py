@@ -12,7 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -54,14 +61,14 @@ class LookupMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "engram_lookup_seconds",
-            "From the arrival of a lookup until its last byte was handed to the transport.",
+            "From when a lookup was taken up until its last byte was handed to gRPC.",
             ["transport", "lane", "format"],
             buckets=_BOUNDS_S,
             registry=registry,
         )
         self._failures = Counter(
             "engram_lookup_failures",
-            "Lookups that were answered with an error, by gRPC status.",
+            "Lookups that were answered with an error, or given up by their client, by gRPC status.",
             ["transport", "code"],
             registry=registry,
         )
@@ -225,6 +232,7 @@ class ServerMetrics:
     """All that one server counts."""
 
     def __init__(self, memory: Memory) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.server = MemoryCollector(memory)
         self.registry.register(self.server)

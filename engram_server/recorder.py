@@ -1,8 +1,8 @@
 """Writes a trace of the lookups of a server, as `serve --record` asks for.
 
 Noting a lookup is putting a reference into a list. A task makes bytes of what is there and writes them, in a thread of
-its own; what comes while too much waits is counted, not kept. So a slow disk costs the trace entries, and lookups no
-time.
+its own; what comes while too much waits is counted, not kept. So a slow disk costs the trace entries, and no lookup
+waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from engram_server.trace import gap_bytes, head_bytes, lookup_bytes
 
 log = logging.getLogger("engram_server")
 
+_NOTED_BYTES = 512
+"""What a lookup that waits takes beside its keys, about."""
 _LANES = {
     _core.Lane.DECODE: pb.LANE_DECODE,
     _core.Lane.PREFILL: pb.LANE_PREFILL,
@@ -59,7 +62,9 @@ class _Noted:
 class Recorder:
     """Records lookups. Belongs to the event loop it is opened on; close it there."""
 
-    def __init__(self, options: RecordOptions, file: Any, executor: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, options: RecordOptions, file: Any, file_bytes: int, executor: ThreadPoolExecutor
+    ) -> None:
         """For `open`."""
         self._options = options
         self._file = file
@@ -67,7 +72,7 @@ class Recorder:
         self._began_ns = time.monotonic_ns()
         self._noted: list[_Noted] = []
         self._pending_bytes = 0
-        self._file_bytes = 0
+        self._file_bytes = file_bytes
         self._missing = 0
         self._wake = asyncio.Event()
         self._closing = False
@@ -84,21 +89,27 @@ class Recorder:
         executor = ThreadPoolExecutor(1, thread_name_prefix="trace")
         try:
             file = await aiofiles.open(options.path, "xb", opener=_opener, executor=executor)
-            recorder = cls(options, file, executor)
-            recorder._file_bytes += await file.write(head_bytes(description))
-            await file.flush()
         except FileExistsError:
             executor.shutdown()
             raise ServeError(f"cannot record to {options.path}: it exists, and is not overwritten") from None
         except OSError as error:
             executor.shutdown()
             raise ServeError(f"cannot record to {options.path}: {error.strerror}") from error
-        return recorder
+        try:
+            file_bytes = await file.write(head_bytes(description))
+            await file.flush()
+        except OSError as error:
+            with suppress(OSError):
+                await file.close()
+            options.path.unlink(missing_ok=True)  # of no use, and in the way of the next start
+            executor.shutdown()
+            raise ServeError(f"cannot record to {options.path}: {error.strerror}") from error
+        return cls(options, file, file_bytes, executor)
 
     def note(self, message: pb.LookupRequest, request: Request, lane: _core.Lane, at_ns: int) -> None:
         """A lookup was planned that came at a moment of time.monotonic_ns. Takes microseconds, whatever its size."""
         self.seen += 1
-        size = self._size(message, request)
+        size = self._size(message, request) + _NOTED_BYTES
         full = self._pending_bytes + size > self._options.pending_bytes
         if full or self._failed or self._closing or self._file_bytes >= self._options.file_bytes:
             self._missing += 1
@@ -138,8 +149,9 @@ class Recorder:
                 del noted, data
                 if self._closing and not self._noted:
                     break
-        except OSError as error:
-            log.error("recording to %s ends here: %s", self._options.path, error.strerror)
+        except Exception as error:
+            reason = error.strerror if isinstance(error, OSError) else repr(error)
+            log.error("recording to %s ends here: %s", self._options.path, reason)
             self._failed = True
             self._noted.clear()
         finally:

@@ -74,6 +74,7 @@ def serve(options: ServeOptions) -> int:
     Prints one line to stdout when ready. Raises ServeError, DeviceError, and what Memory.open raises.
     """
     check_name(options.device)
+    options = replace(options, shared_memory=_shared_memory(options))
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     claims = options.shared_memory.claims()
     with Memory.open(options.path, options.memory, claims) as memory, ExitStack() as closing:
@@ -106,14 +107,13 @@ async def _serve(
         service = EngramService(memory, options.limits, health_state.damaged, converter, metrics.lookups)
         closing.callback(service.close)
         service.register(server)
+        addresses = _bind(server, options)
         if options.record is not None:
             closing.push_async_callback((await service.record(options.record)).close)
-
-        addresses = _bind(server, options)
         channel = open_channel(
             memory,
             options.limits,
-            _shared_memory(options),
+            options.shared_memory,
             uds=options.uds,
             port=_port_of(options, addresses),
             server_id=service.server_id,
@@ -201,11 +201,17 @@ async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None,
 
 async def _watch(memory: Memory, channel: SharedMemoryChannel | None, health_state: _Health) -> None:
     """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw."""
+    fault = ""
     while True:
         health_state.beat()
-        damage = "" if channel is None else channel.look()
-        if change := memory.reader.change() or damage:
-            health_state.damaged(change)
+        try:
+            damage = "" if channel is None else channel.look()
+            if change := memory.reader.change() or damage:
+                health_state.damaged(change)
+        except Exception as error:  # and go on: who asks whether the loop runs must hear that it does
+            if repr(error) != fault:
+                fault = repr(error)
+                log.error("the table files could not be looked at: %s", fault)
         await asyncio.sleep(_WATCH_S)
 
 
@@ -226,6 +232,8 @@ class _Health:
 
     async def serving(self) -> None:
         """Tables are open, a row was read, addresses are bound."""
+        if self._damaged is not None:  # by now
+            return
         await _set_status(self._status, health_pb2.HealthCheckResponse.SERVING)
         self._say("")
 

@@ -6,6 +6,7 @@ Whatever goes wrong fails that request alone, with a status that tells the calle
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -113,6 +114,9 @@ class EngramService:
                 self._fetcher.release(admission)
             meter.done(admission.terms, plan.shape.format, began)
             return reply
+        except asyncio.CancelledError:
+            meter.failed(grpc.StatusCode.CANCELLED)
+            raise
         except Exception as error:
             code, text = status_of(error)
             meter.failed(code)

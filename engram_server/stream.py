@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import grpc
+
 from engram_client._payload import Chunk
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
@@ -140,6 +142,8 @@ class ReplyStream:
             await reader
         finally:
             reader.cancel()
+            for _ in range(self._unsent):  # nobody waits for them any more
+                self._meter.failed(grpc.StatusCode.CANCELLED)
             # A task holds its exception, that the frames it passed, and they the rows of this stream: out of
             # that circle, or the rows stay until the garbage collector happens to run.
             del reader

@@ -99,6 +99,23 @@ def test_a_flag_names_another_file_than_the_environment(file: Path, tmp_path: Pa
     )
 
 
+def test_what_kubernetes_says_of_a_service_of_that_name_is_not_ours() -> None:
+    names = (
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_GRPC",
+        "PORT",
+        "PORT_50051_TCP",
+        "PORT_50051_TCP_ADDR",
+    )
+    assert parsed(environ={f"ENGRAM_SERVE_{name}": "tcp://10.0.0.1:50051" for name in names}) == parsed()
+
+
+def test_a_folder_is_no_file() -> None:
+    with pytest.raises(OSError, match="directory"):
+        parsed("--config", ".")
+
+
 def test_underscores_are_as_good_as_hyphens(file: Path) -> None:
     file.write_text("[serve]\nio_depth = 3\n")
     assert parsed("--config", str(file))["io-depth"] == (3, str(file))
@@ -175,6 +192,8 @@ def test_what_is_printed_reads_back_as_the_same(file: Path) -> None:
             "replica": ["x", "y z"],
         }
     }
+    (_, line) = as_toml("serve", (Setting("io-depth", 1, "a\nb"),))
+    assert line == "io-depth = 1    # a?b"
     with pytest.raises(ConfigError, match="not UTF-8"):
         list(as_toml("serve", (Setting("path", Path(os.fsdecode(b"\xff")), "command line"),)))
 

@@ -1,6 +1,8 @@
 """Traces: what a server records, what is sent again, what a cache would have made of it, and which reads it cost."""
 
+import errno
 import json
+import os
 import stat
 import struct
 import subprocess
@@ -21,8 +23,11 @@ from engram_client import EngramClient, EngramError, EngramMemory
 from engram_client._proto import engram_pb2 as pb
 from engram_load import cli
 from engram_load._analyze import stack_distances
+from engram_server import recorder
 from engram_server.convert import ConvertOptions, convert
 from engram_server.recorder import RecordOptions
+from engram_server.server import ServeOptions, serve
+from engram_server.sockets import ServeError
 from engram_server.trace import Trace, TraceError
 
 TEXT = np.random.default_rng(2).integers(0, 100_000, size=4_000).astype(np.int32)
@@ -164,7 +169,7 @@ def test_what_does_not_fit_is_counted_and_left_out(fp4_checkpoint: Path, tmp_pat
 
 def test_keys_that_wait_are_bounded(fp4_checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "bounded.trace"
-    options = RecordOptions(file, pending_bytes=1_000)
+    options = RecordOptions(file, pending_bytes=3_000)
     with serving(fp4_checkpoint, tmp_path, record=options) as server:
         with EngramClient(server.targets[0]) as client:
             for _ in range(5):
@@ -196,6 +201,20 @@ def limit_file_size(server: ServerProcess, size: int) -> None:
     import resource
 
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_trace_that_cannot_begin_leaves_nothing_in_the_way(
+    fp4_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(description: object) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recorder, "head_bytes", full)
+    path = tmp_path / "trace"
+    options = ServeOptions(fp4_checkpoint, listen="127.0.0.1:0", record=RecordOptions(path))
+    with pytest.raises(ServeError, match=f"cannot record to {path}: No space left on device"):
+        serve(options)
+    assert not path.exists()
 
 
 def test_a_trace_is_not_overwritten(fp4_checkpoint: Path, recorded: Path, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.faulty_fs import faulty_fs
 from support.serving import ServerProcess, serving, until
 
-from engram_client import EngramClient, EngramError, Lookup
+from engram_client import NO_RETRY, EngramClient, EngramError, Lookup
 from engram_client._result import Stats
 from engram_server.cli import main
 from engram_server.metrics import _TOTALS
@@ -179,6 +181,10 @@ def test_a_wrong_checksum_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerProcess) -> None:
+    with EngramClient(server.targets[0], shared_memory="off") as client:
+        client.lookup([1, 2])
+        with pytest.raises(EngramError):
+            client.lookup_rows(1, [2**40])
     documented = set(re.findall(r"^\| `(engram_\w+)`", DOCS.read_text(), re.MULTILINE))
     shown = {}
     for family in Scrape(server).families:
@@ -194,19 +200,21 @@ def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerP
 def test_other_paths_and_odd_clients(server: ServerProcess) -> None:
     assert get(server, "/")[0] == 404
     host, _, port = address(server).rpartition(":")
-    for sent in (
-        b"",
-        b"GET /metrics HTTP/1.1\r\n",
-        b"\0" * 70_000 + b"\r\n\r\n",
-        b"PUT /metrics HTTP/1.1\r\n\r\n",
+    for sent, status in (
+        (b"", b""),
+        (b"GET /metrics HTTP/1.1\r\n", b""),
+        (b"\0" * 300 + b"\r\n\r\n", b"400"),
+        (b"PUT /metrics HTTP/1.1\r\n\r\n", b"501"),
     ):
-        with socket.create_connection((host, int(port))) as client:
+        with socket.create_connection((host, int(port)), timeout=20) as client:
             client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            assert status in client.makefile("rb").read()
     assert get(server, "/healthz") == (200, "alive\n")
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("where", ["9464", "127.0.0.1:99999", "host.invalid:1", ":x"])
+@pytest.mark.parametrize("where", ["9464", "127.0.0.1:99999", "host.invalid:1", ":x", "é" * 70 + ":0"])
 def test_an_address_that_cannot_be_had_is_a_sentence(
     where: str, fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +233,42 @@ def test_an_address_that_cannot_be_had_is_a_sentence(
         == 1
     )
     assert re.search(f"cannot show metrics at '?{re.escape(where)}'?: ", capsys.readouterr().err)
+
+
+def test_more_connections_than_there_is_room_for_are_hung_up_on(server: ServerProcess) -> None:
+    host, _, port = address(server).rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(16)]
+    try:
+        with socket.create_connection((host, int(port)), timeout=20) as one_more, suppress(ConnectionError):
+            one_more.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert one_more.recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+    until(lambda: answers(server))
+
+
+def answers(server: ServerProcess) -> bool:
+    try:
+        return get(server, "/healthz") == (200, "alive\n")
+    except (OSError, HTTPException):
+        return False
+
+
+def test_a_lookup_that_is_given_up_is_counted(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "mnt"
+    with (
+        faulty_fs(fp4_checkpoint, mounted, tmp_path / "control.json") as faults,
+        serving(mounted, tmp_path, metrics="127.0.0.1:0", scales="disk", cache_bytes=0) as server,
+        EngramClient(server.targets[0], shared_memory="off", retry=NO_RETRY) as client,
+    ):
+        faults.set("slow", delay_s=0.5)
+        with client.stream() as stream:
+            stream.lookup_rows(1, list(range(8)))
+            until(lambda: Scrape(server).sum("engram_reads_in_flight") > 0)
+        name = "engram_lookup_failures_total"
+        until(lambda: any(sample.name == name for sample in Scrape(server).samples))
+        assert Scrape(server).sum(name, code="cancelled") == 1
 
 
 def test_a_taken_port_is_a_sentence(

@@ -44,8 +44,9 @@ nb::dict counters(const Reader& reader) {
   to["needed_bytes"] = from.needed_bytes.load();
   to["short_reads"] = from.short_reads.load();
   to["retries"] = from.retries.load();
-  to["errors"] = from.errors.load();
+  // In this order: they are some of the errors, which are counted before.
   to["truncated"] = from.truncated.load();
+  to["errors"] = from.errors.load();
   return to;
 }
 

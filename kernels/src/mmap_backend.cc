@@ -90,7 +90,8 @@ class MmapBackend final : public Backend {
     while (const std::size_t count = context_.queue.wait_and_claim(claimed)) {
       const auto reads = std::span(claimed).first(count);
       for (const Claimed& read : reads) read_ahead(read.read);
-      for (const Claimed& read : reads) {
+      for (Claimed& read : reads) {
+        read.claimed_ns = now_ns();  // those before it were not its own time
         const std::int32_t error = copy(read.read, bytes.data());
         count_read(read.read);
         count_end(context_, read, error, now_ns());

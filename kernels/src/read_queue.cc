@@ -55,7 +55,7 @@ void Devices::raise_depth(unsigned factor) {
 
 void ReadQueue::push(ReadSource& source, Lane lane) {
   const std::lock_guard lock(mutex_);
-  source.pushed_ns_ = now_ns();
+  if (source.pushed_ns_ == 0) source.pushed_ns_ = now_ns();  // else it is pushed again
   lanes_[static_cast<std::size_t>(lane)].sources.push_back(&source);
   wake_one();
 }
