@@ -18,7 +18,6 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
-    disable_created_metrics,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -232,7 +231,6 @@ class ServerMetrics:
     """All that one server counts."""
 
     def __init__(self, memory: Memory) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.server = MemoryCollector(memory)
         self.registry.register(self.server)
