@@ -17,6 +17,7 @@ from typing import Any
 from engram_server import __version__
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
+from engram_server.run import run_command
 from engram_server.sizes import parse_size
 
 BACKENDS = ("auto", "io_uring", "pread", "mmap")
@@ -44,36 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     level = logging.DEBUG if options.verbose else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
-    command: Callable[[argparse.Namespace], int] = options.run
-    try:
-        return command(options)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away; so do we, quietly
-        return 1
-    except Exception as error:
-        if not _is_operators(error):
-            raise
-        print(f"engram-server {options.command}: {_sentence(error)}", file=sys.stderr)
-        return 1
-
-
-def _is_operators(error: Exception) -> bool:
-    """Whether an error is about files, hosts or input, and so deserves a sentence; else it is our bug."""
-    from engram_client import EngramError
-    from engram_server.sockets import ServeError
-
-    # RuntimeError itself, no subclass: what the native core raises when a backend cannot run here.
-    return isinstance(error, OSError | ValueError | EngramError | ServeError) or type(error) is RuntimeError
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
+    return run_command("engram-server", options)
 
 
 # ---------------------------------------------------------------------------------------------------- commands

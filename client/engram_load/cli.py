@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_load._errors import LoadError
+from engram_server.run import run_command
 
 _DESCRIPTION = """\
 Find out what a drive, a layout or a cache size does to the time until an engine has its rows.
@@ -48,32 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = _parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s")
-    command: Callable[[argparse.Namespace], int] = options.run
-    try:
-        return command(options)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away; so do we, quietly
-        return 1
-    except Exception as error:
-        if not _is_operators(error):
-            raise
-        print(f"engram-load {options.command}: {_sentence(error)}", file=sys.stderr)
-        return 1
-
-
-def _is_operators(error: Exception) -> bool:
-    """As in engram-server: about files, hosts or input, or our bug."""
-    from engram_client import EngramError
-
-    return isinstance(error, OSError | ValueError | EngramError) or type(error) is RuntimeError
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return run_command("engram-load", options)
 
 
 # ---------------------------------------------------------------------------------------------------- commands
