@@ -65,6 +65,9 @@ class Fetcher:
         self._limits = limits
         self._on_damage = on_damage
         self._completions = Completions(memory.engine)
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.recorder: Recorder | None = None
         """Notes every lookup that was planned."""
 
@@ -81,11 +84,16 @@ class Fetcher:
             )
         terms = wire.terms_of(message, rows, self._limits.decode_rows, call_left_s)
         self._memory.engine.admit(rows, terms.lane, self._limits.pending_rows)
+        self._under_way += 1
+        self._idle.clear()
         return Admission(rows, terms)
 
     def release(self, admission: Admission) -> None:
         """A request that was admitted is over."""
         self._memory.engine.release(admission.rows)
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
 
     async def plan(self, message: pb.LookupRequest, admission: Admission) -> Plan:
         """Check, hash and cut an admitted request. Raises InvalidRequestError, MismatchError."""
@@ -170,6 +178,10 @@ class Fetcher:
         if self._converter is None or format is not _core.Format.BF16 or len(kinds) > 1:
             return block.payload(batch, first, count, format)
         return self._converter.payload(batch, block, kinds.pop(), first, count)
+
+    async def idle(self) -> None:
+        """Wait until every request that was admitted is over."""
+        await self._idle.wait()
 
     def close(self) -> None:
         """Stop watching the engine; no call may be under way."""

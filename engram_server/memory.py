@@ -103,6 +103,8 @@ class Memory:
     """None without a tokenizer: then only row ids can be looked up."""
     all_packed: bool
     """Whether every copy of the tables is a packed store."""
+    names: dict[Path, tuple[int, int]]
+    """Device and inode that each path had when it was opened."""
 
     @property
     def spec(self) -> EngramSpec:
@@ -141,6 +143,7 @@ class Memory:
             )
         checkpoint = open_tables(path)
         copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
+        names = {file: _name_of(file) for copy in copies for file in copy.files}
         scales = _scale_decision(options, checkpoint, claims or {})
         token_map = _load_token_map(options, checkpoint)
         reader = _core.Reader(
@@ -182,6 +185,7 @@ class Memory:
             token_map=token_map,
             hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
             all_packed=all(isinstance(copy, Store) for copy in copies),
+            names=names,
         )
 
     def ensure_unwritten(self) -> None:
@@ -194,6 +198,20 @@ class Memory:
             return
         if change := self.reader.change():
             raise TableChangedError(f"{change}; its rows cannot be trusted: open it again")
+
+    def replaced(self) -> str:
+        """Which path names another file than it did when it was opened, in words; "" = none.
+
+        Nothing is wrong then: the rows of the file that was opened are served, until it is opened anew.
+        """
+        for path, name in self.names.items():
+            try:
+                now = _name_of(path)
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if now != name:
+                return f"{path} is another file now"
+        return ""
 
     @property
     def loads(self) -> Literal["tables", "scales", ""]:
@@ -235,6 +253,20 @@ class Memory:
     def has_cache(self) -> bool:
         """Whether rows that were read stay in memory."""
         return bool(self.engine.cache_stats())
+
+    def summary(self) -> str:
+        """What is open, and how it is read, in words."""
+        tables = ", ".join(
+            f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
+            for layer, table in self.tables.items()
+        )
+        reader, scales = self.reader, self.scale_decision
+        cache_bytes = self.cache_state().capacity_bytes
+        kept = f"cache {cache_bytes / (1 << 20):,.0f} MiB" if cache_bytes else "no cache"
+        return (
+            f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
+            + ("tables load into memory" if self.options.resident else kept)
+        )
 
     def close(self) -> None:
         """Wait for reads in flight and stop the native threads."""
@@ -287,6 +319,11 @@ def _open_replica(path: Path, original: OpenedTables) -> OpenedTables:
     if replica.spec != original.spec or _shapes(replica) != _shapes(original):
         raise TableError(f"{path} is no copy of {_name(original)}: its tables have another shape")
     return replica
+
+
+def _name_of(path: Path) -> tuple[int, int]:
+    info = path.stat()
+    return info.st_dev, info.st_ino
 
 
 def _name(tables: OpenedTables) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -95,15 +95,28 @@ class LookupMeter:
         self._failures.labels(self._transport, code.name.lower()).inc()
 
 
+class _Opened:
+    """One opening of the tables."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.at = time.time()
+        self.layers = list(memory.tables)
+        self.devices = _devices(memory.reader)
+
+
 class MemoryCollector(Collector):
     """What tables, reader, engine, cache and shared memory of one server count."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._layers = list(memory.tables)
-        self._devices = _devices(memory.reader)
+    def __init__(self, memory: Memory, not_ready: Callable[[], str]) -> None:
+        """not_ready says in words why no lookups should come, "" = they should."""
+        self._opened = _Opened(memory)
+        self._not_ready = not_ready
         self.channel: SharedMemoryChannel | None = None
-        self.ready = False
+
+    def reopened(self, memory: Memory) -> None:
+        """Show these tables from now on. What native code counts begins at 0 again, as after a restart."""
+        self._opened = _Opened(memory)
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as of now."""
@@ -114,7 +127,8 @@ class MemoryCollector(Collector):
         yield from self._shared_memory()
 
     def _facts(self) -> Iterator[Metric]:
-        reader = self._memory.reader
+        opened = self._opened
+        memory, reader = opened.memory, opened.memory.reader
         yield InfoMetricFamily("engram_build", "Versions.", value={"version": engram_server.__version__})
         yield InfoMetricFamily(
             "engram_backend",
@@ -132,20 +146,31 @@ class MemoryCollector(Collector):
             int(reader.fallback),
         )
         yield _gauge(
-            "engram_ready", "1 while lookups are served and every table can be trusted.", int(self.ready)
+            "engram_ready",
+            "1 while lookups are served and every table can be trusted.",
+            int(not self._not_ready()),
+        )
+        yield _gauge(
+            "engram_opened_timestamp_seconds", "When the tables that are served were opened.", opened.at
+        )
+        yield _gauge(
+            "engram_tables_replaced",
+            "1 while a path names another file than the one that was opened and is served.",
+            int(bool(memory.replaced())),
         )
         rows = GaugeMetricFamily("engram_table_rows", "Rows of a table.", labels=["layer", "kind"])
-        for layer, table in self._memory.tables.items():
+        for layer, table in memory.tables.items():
             rows.add_metric([str(layer), table.kind.name.lower()], table.rows)
         yield rows
-        loaded, asked, _ = self._memory.load_progress() if self._memory.loads else (0, 0, "")
+        loaded, asked, _ = memory.load_progress() if memory.loads else (0, 0, "")
         yield _gauge(
             "engram_load_rows", "Rows whose scales, or which whole, are to be held in memory.", asked
         )
         yield _gauge("engram_loaded_rows", "Rows of these that are in memory.", loaded)
 
     def _reads(self) -> Iterator[Metric]:
-        reader = self._memory.reader
+        opened = self._opened
+        reader, layers = opened.memory.reader, opened.layers
         files = reader.files
         read = HistogramMetricFamily(
             "engram_read_seconds",
@@ -153,7 +178,7 @@ class MemoryCollector(Collector):
             labels=["layer", "file", "lane"],
         )
         for file, table, lane, counts, sum_ns in reader.read_latencies():
-            layer = str(self._layers[table]) if 0 <= table < len(self._layers) else ""
+            layer = str(layers[table]) if 0 <= table < len(layers) else ""
             read.add_metric([layer, files[file].path, _LANES[lane]], *_buckets(counts, sum_ns))
         yield read
         queue = HistogramMetricFamily(
@@ -177,12 +202,12 @@ class MemoryCollector(Collector):
         errors = CounterMetricFamily("engram_read_errors", "Reads that failed.", labels=["kind"])
         errors.add_metric(["truncated"], counters["truncated"])
         errors.add_metric(["io"], counters["errors"] - counters["truncated"])
-        errors.add_metric(["checksum"], self._memory.engine.checksum_errors)
+        errors.add_metric(["checksum"], opened.memory.engine.checksum_errors)
         yield errors
         in_flight = GaugeMetricFamily(
             "engram_reads_in_flight", "Reads that a device is working on.", labels=["device"]
         )
-        for device, file in self._devices.items():
+        for device, file in opened.devices.items():
             in_flight.add_metric([device], reader.in_flight(file))
         yield in_flight
         yield _gauge(
@@ -190,7 +215,8 @@ class MemoryCollector(Collector):
         )
 
     def _rows(self) -> Iterator[Metric]:
-        engine = self._memory.engine
+        memory = self._opened.memory
+        engine = memory.engine
         totals = {name: engine.totals(lane) for lane, name in _LANES.items()}
         for place, (what, text) in enumerate(_TOTALS.items()):
             family = CounterMetricFamily(f"engram_{what}", text, labels=["lane"])
@@ -200,14 +226,14 @@ class MemoryCollector(Collector):
         yield _gauge(
             "engram_budget_bytes",
             "Memory that requests in flight may take.",
-            self._memory.options.budget_bytes,
+            memory.options.budget_bytes,
         )
         yield _gauge(
             "engram_budget_used_bytes", "Memory that requests in flight take.", engine.in_flight_bytes()
         )
 
     def _cache(self) -> Iterator[Metric]:
-        stats = self._memory.cache_state()
+        stats = self._opened.memory.cache_state()
         yield _gauge("engram_cache_bytes", "Size of the row cache, 0 without one.", stats.capacity_bytes)
         yield _gauge("engram_cache_used_bytes", "What of it holds rows.", stats.used_bytes)
         yield _counter("engram_cache_hits", "Row groups looked up and found.", stats.hits)
@@ -230,11 +256,20 @@ class MemoryCollector(Collector):
 class ServerMetrics:
     """All that one server counts."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, not_ready: Callable[[], str]) -> None:
+        """As MemoryCollector."""
         self.registry = CollectorRegistry()
-        self.server = MemoryCollector(memory)
+        self.server = MemoryCollector(memory, not_ready)
         self.registry.register(self.server)
         self.lookups = LookupMetrics(self.registry)
+        self.reloads = Counter(
+            "engram_reloads",
+            "Times that the server was told to open its files anew, by how that ended.",
+            ["result"],
+            registry=self.registry,
+        )
+        for result in ("done", "refused"):
+            self.reloads.labels(result)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 

@@ -20,13 +20,13 @@ def run_command(program: str, options: argparse.Namespace) -> int:
         sys.stderr.close()  # the reader of our output went away; so do we, quietly
         return 1
     except Exception as error:
-        if not _is_operators(error):
+        if not is_operators(error):
             raise
-        print(f"{program} {options.command}: {_sentence(error)}", file=sys.stderr)
+        print(f"{program} {options.command}: {sentence_of(error)}", file=sys.stderr)
         return 1
 
 
-def _is_operators(error: Exception) -> bool:
+def is_operators(error: Exception) -> bool:
     """Whether an error is about files, hosts or input, and so deserves a sentence; else it is our bug."""
     from engram_client import EngramError
     from engram_server.sockets import ServeError
@@ -35,7 +35,8 @@ def _is_operators(error: Exception) -> bool:
     return isinstance(error, OSError | ValueError | EngramError | ServeError) or type(error) is RuntimeError
 
 
-def _sentence(error: Exception) -> str:
+def sentence_of(error: Exception) -> str:
+    """What such an error says to an operator."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.strerror:

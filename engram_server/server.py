@@ -1,6 +1,7 @@
 """The life of a server process: open the tables, prove they can be read, bind, serve, drain.
 
     open (and test read) -> bind -> SERVING -> (SIGTERM, SIGINT) -> NOT_SERVING, drain -> close
+                                    └─ SIGHUP: open anew beside, turn over
 
 Nothing is bound before a row was read, so a server that can be reached can answer.
 """
@@ -12,22 +13,25 @@ import logging
 import signal
 import socket
 import time
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
-from engram_server.device import DeviceConverter, check_name, open_converter
-from engram_server.hotset_keeper import HotSetKeeper
+from engram_server.device import check_name
+from engram_server.generation import Generation, Tables
+from engram_server.health import Health
 from engram_server.http import HttpServer
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import MemoryCollector, ServerMetrics
+from engram_server.metrics import ServerMetrics
 from engram_server.recorder import RecordOptions
+from engram_server.reload import Reloader
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
@@ -39,8 +43,6 @@ DEFAULT_LISTEN = "127.0.0.1:50051"
 _WATCH_S = 1.0
 """Between two looks at the table files."""
 _LOAD_POLL_S = 0.2
-_STILL_S = 30.0
-"""An event loop that has not run for so long will not run again."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +77,22 @@ def serve(options: ServeOptions) -> int:
     """
     check_name(options.device)
     options = replace(options, shared_memory=_shared_memory(options))
-    # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
+    # Until tables are open there is nothing to reload, nor a reason to die of being asked to.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     claims = options.shared_memory.claims()
-    with Memory.open(options.path, options.memory, claims) as memory, ExitStack() as closing:
-        converter = open_converter(options.device, {table.kind for table in memory.tables.values()})
-        memory.engine.populate_cache()
-        keeper = None
-        if options.memory.hot_set is not None:
-            keeper = HotSetKeeper(memory, options.memory.hot_set)
-            closing.callback(keeper.close)
-        asyncio.run(_serve(options, memory, keeper, converter))
+    tables = Tables(
+        lambda: Generation.open(options.path, options.memory, options.device, claims), options.grace_s
+    )
+    # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
+    with closing(tables):
+        asyncio.run(_serve(options, tables))
     log.info("stopped")
     return 0
 
 
-async def _serve(
-    options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None, converter: DeviceConverter | None
-) -> None:
+async def _serve(options: ServeOptions, tables: Tables) -> None:
     stop = _stop_signals()
-    async with AsyncExitStack() as closing:
+    async with AsyncExitStack() as stack:
         server = grpc.aio.server(
             options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
         )
@@ -102,16 +101,18 @@ async def _serve(
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        metrics = ServerMetrics(memory)
-        health_state = _Health(status, metrics.server)
-        service = EngramService(memory, options.limits, health_state.damaged, converter, metrics.lookups)
-        closing.callback(service.close)
+        condition = Health(status, (health.OVERALL_HEALTH, SERVICE_NAME))
+        metrics = ServerMetrics(tables.current.memory, condition.not_ready)
+        tables.current.start(options.limits, _on_damage(tables, tables.current, condition))
+        stack.callback(lambda: tables.current.stop())
+        stack.push_async_callback(tables.retired)
+        service = EngramService(tables.current, options.limits, metrics.lookups)
         service.register(server)
         addresses = _bind(server, options)
         if options.record is not None:
-            closing.push_async_callback((await service.record(options.record)).close)
+            stack.push_async_callback((await service.record(options.record)).close)
         channel = open_channel(
-            memory,
+            tables.current.memory,
             options.limits,
             options.shared_memory,
             uds=options.uds,
@@ -119,29 +120,43 @@ async def _serve(
             server_id=service.server_id,
         )
         if channel is not None:
-            closing.callback(channel.close)
+            stack.callback(channel.close)
             service.advertise(channel.info())
             metrics.server.channel = channel
+
+        def turn_over(generation: Generation) -> None:
+            generation.start(options.limits, _on_damage(tables, generation, condition))
+            service.turn_over(generation)
+            if channel is not None:
+                channel.reopen(generation.memory)
+            metrics.server.reopened(generation.memory)
+            condition.serving()
+
+        async def settled() -> None:
+            if channel is not None:
+                await channel.settled()
+
+        reloader = Reloader([lambda: tables.reopen(turn_over, settled)], metrics.reloads)
+        stack.push_async_callback(reloader.close)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
         http = None
         if options.metrics is not None:
-            http = HttpServer(
-                options.metrics, metrics.registry, health_state.not_alive, health_state.not_ready
-            )
-            closing.callback(http.close)
+            http = HttpServer(options.metrics, metrics.registry, condition.not_alive, condition.not_ready)
+            stack.callback(http.close)
+        condition.serving()
         await server.start()
-        await health_state.serving()
-        print(_ready_line(options, memory, addresses, channel, http), flush=True)
-        loading = asyncio.create_task(_log_loading(memory))
-        watching = asyncio.create_task(_watch(memory, channel, health_state))
-        for task in (loading, watching):
-            closing.callback(task.cancel)
-        if keeper is not None:
-            keeper.start()
+        print(_ready_line(options, tables.current.memory, addresses, channel, http), flush=True)
+        for task in (
+            asyncio.create_task(_log_loading(tables)),
+            asyncio.create_task(_watch(tables, channel, condition)),
+        ):
+            stack.callback(task.cancel)
+        tables.current.keep_hot_set()
 
         await stop.wait()
         log.info("draining: calls under way have %.0f s to finish", options.grace_s)
         stop.clear()
-        await health_state.draining()
+        await condition.draining()
         service.drain()
         drained = asyncio.create_task(_drained(server, channel, options.grace_s))
         impatient = asyncio.create_task(stop.wait())
@@ -150,6 +165,16 @@ async def _serve(
             await server.stop(0)
         impatient.cancel()
         await drained
+
+
+def _on_damage(tables: Tables, generation: Generation, condition: Health) -> Callable[[str], None]:
+    """What a generation's lookups found is of no concern once it is replaced."""
+
+    def damaged(sentence: str) -> None:
+        if tables.current is generation:
+            condition.damaged(sentence)
+
+    return damaged
 
 
 def _shared_memory(options: ServeOptions) -> SharedMemoryOptions:
@@ -172,24 +197,32 @@ def _stop_signals() -> asyncio.Event:
     return stop
 
 
-async def _log_loading(memory: Memory) -> None:
+async def _log_loading(tables: Tables) -> None:
     """Say how far tables or scales are on their way into memory, each tenth of it, and how it ended."""
-    what = memory.loads
-    if not what:
-        return
-    began, tenth = time.monotonic(), 1
+    generation, began, tenth = None, 0.0, 1
     while True:
-        loaded, rows, error = memory.load_progress()
-        if error:
-            log.error("%s stay on disk from %.0f %% on: %s", what, 100 * loaded / rows, error)
-            return
-        if loaded == rows:
-            log.info("%s are in memory after %.1f s", what, time.monotonic() - began)
-            return
-        if loaded * 10 >= rows * tenth:
-            log.info("%s: %.0f %% in memory", what, 100 * loaded / rows)
-            tenth = loaded * 10 // rows + 1
-        await asyncio.sleep(_LOAD_POLL_S)
+        if tables.current is not generation:
+            generation, began, tenth = tables.current, time.monotonic(), 1
+        memory = tables.current.memory
+        if memory.loads and tenth:
+            tenth = _log_load(memory, tenth, time.monotonic() - began)
+        await asyncio.sleep(_LOAD_POLL_S if memory.loads and tenth else _WATCH_S)
+
+
+def _log_load(memory: Memory, tenth: int, seconds: float) -> int:
+    """Log the tenth that is due, if it is; returns the next one, 0 when there is nothing more to say."""
+    what = memory.loads
+    loaded, rows, error = memory.load_progress()
+    if error:
+        log.error("%s stay on disk from %.0f %% on: %s", what, 100 * loaded / rows, error)
+        return 0
+    if loaded == rows:
+        log.info("%s are in memory after %.1f s", what, seconds)
+        return 0
+    if loaded * 10 < rows * tenth:
+        return tenth
+    log.info("%s: %.0f %% in memory", what, 100 * loaded / rows)
+    return loaded * 10 // rows + 1
 
 
 async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, grace_s: float) -> None:
@@ -199,73 +232,24 @@ async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None,
     await stopped
 
 
-async def _watch(memory: Memory, channel: SharedMemoryChannel | None, health_state: _Health) -> None:
+async def _watch(tables: Tables, channel: SharedMemoryChannel | None, condition: Health) -> None:
     """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw."""
-    fault = ""
+    told: set[str] = set()
     while True:
-        health_state.beat()
+        condition.beat()
+        memory = tables.current.memory
         try:
             damage = "" if channel is None else channel.look()
             if change := memory.reader.change() or damage:
-                health_state.damaged(change)
+                condition.damaged(change)
+            if (replaced := memory.replaced()) and replaced not in told:
+                log.warning("%s: what was opened is served until a reload (SIGHUP) opens it anew", replaced)
+                told.add(replaced)
         except Exception as error:  # and go on: who asks whether the loop runs must hear that it does
-            if repr(error) != fault:
-                fault = repr(error)
-                log.error("the table files could not be looked at: %s", fault)
+            if repr(error) not in told:
+                log.error("the table files could not be looked at: %r", error)
+                told.add(repr(error))
         await asyncio.sleep(_WATCH_S)
-
-
-async def _set_status(status: health.aio.HealthServicer, state: int) -> None:
-    for service in (health.OVERALL_HEALTH, SERVICE_NAME):
-        await status.set(service, state)
-
-
-class _Health:
-    """What gRPC's health service, HTTP's probes and `engram_ready` say."""
-
-    def __init__(self, status: health.aio.HealthServicer, collector: MemoryCollector) -> None:
-        self._status = status
-        self._collector = collector
-        self._trouble = "it is starting"
-        self._damaged: asyncio.Task[None] | None = None
-        self._beat = time.monotonic()
-
-    async def serving(self) -> None:
-        """Tables are open, a row was read, addresses are bound."""
-        if self._damaged is not None:  # by now
-            return
-        await _set_status(self._status, health_pb2.HealthCheckResponse.SERVING)
-        self._say("")
-
-    async def draining(self) -> None:
-        """No new requests, please."""
-        self._say("it is shutting down")
-        await self._status.enter_graceful_shutdown()
-
-    def damaged(self, sentence: str) -> None:
-        """A table can no longer be trusted to be whole. Lookups go on failing closed."""
-        if self._damaged is None:
-            log.critical("health is NOT_SERVING from now on, restart with a whole table: %s", sentence)
-            state = health_pb2.HealthCheckResponse.NOT_SERVING
-            self._damaged = asyncio.create_task(_set_status(self._status, state))
-            self._say(sentence)
-
-    def beat(self) -> None:
-        """The event loop runs."""
-        self._beat = time.monotonic()
-
-    def not_ready(self) -> str:
-        """Why no lookups should come; from any thread."""
-        return self._trouble
-
-    def not_alive(self) -> str:
-        """Why only a restart helps; from any thread."""
-        still_s = time.monotonic() - self._beat
-        return f"its event loop has not run for {still_s:.0f} s" if still_s > _STILL_S else ""
-
-    def _say(self, trouble: str) -> None:
-        self._trouble = trouble
-        self._collector.ready = not trouble
 
 
 # ------------------------------------------------------------------------------------------------- binding
@@ -342,17 +326,9 @@ def _ready_line(
     channel: SharedMemoryChannel | None,
     http: HttpServer | None,
 ) -> str:
-    tables = ", ".join(
-        f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
-        for layer, table in memory.tables.items()
-    )
-    reader, scales = memory.reader, memory.scale_decision
-    cache_bytes = memory.cache_state().capacity_bytes
-    kept = f"cache {cache_bytes / (1 << 20):,.0f} MiB" if cache_bytes else "no cache"
     return (
         f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
-        f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
-        + ("tables load into memory" if memory.options.resident else kept)
+        + memory.summary()
         + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
         + ("" if http is None else f"; metrics at http://{http.address}/metrics")
         + ("" if options.record is None else f"; recording to {options.record.path}")

@@ -7,31 +7,31 @@ Whatever goes wrong fails that request alone, with a status that tells the calle
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
 from engram_client._payload import CHUNKS, REPLIES, Reply
 from engram_client._proto import engram_pb2 as pb
 from engram_server import lookup, wire
-from engram_server.device import DeviceConverter
 from engram_server.fetch import Fetcher
+from engram_server.generation import Generation
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
-from engram_server.memory import Memory
 from engram_server.metrics import LookupMetrics
-from engram_server.prefetch import Prefetcher
 from engram_server.recorder import Recorder, RecordOptions
 from engram_server.status import status_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 from engram_server.terms import Terms, UnsupportedError
+
+log = logging.getLogger("engram_server")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Engram"].full_name
 
@@ -39,25 +39,26 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EngramService:
-    """Answers lookups from one `Memory`. Make it on the event loop that serves; `register` it with a server."""
+    """Answers lookups. Make it on the event loop that serves; `register` it with a server."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        limits: Limits,
-        on_damage: Callable[[str], None],
-        converter: DeviceConverter | None = None,
-        metrics: LookupMetrics | None = None,
-    ) -> None:
-        """As Fetcher; metrics: where lookups are counted."""
-        self._memory = memory
+    def __init__(self, generation: Generation, limits: Limits, metrics: LookupMetrics) -> None:
+        """generation: what requests are answered from, started; metrics: where lookups are counted."""
+        self.generation = generation
+        """What requests that begin now are answered from."""
         self._limits = limits
-        self._fetcher = Fetcher(memory, limits, on_damage, converter)
-        self._metrics = metrics or LookupMetrics(CollectorRegistry())
-        self._prefetcher = Prefetcher(memory.engine, limits.prefetch_rows, limits.prefetches)
+        self._metrics = metrics
         self.server_id = secrets.token_hex(16)
         self._shared_memory: pb.SharedMemoryInfo | None = None
         self._streams: WeakSet[ReplyStream] = WeakSet()
+
+    def turn_over(self, generation: Generation) -> None:
+        """Answer requests that begin from now on from these tables; a trace goes on if they hold the same rows."""
+        recorder = self.generation.fetcher.recorder
+        if recorder is not None and _digests(generation) != _digests(self.generation):
+            log.warning("the trace ends here: it is of other tables than those that are served from now on")
+            recorder = None
+        generation.fetcher.recorder = recorder
+        self.generation = generation
 
     def advertise(self, shared_memory: pb.SharedMemoryInfo) -> None:
         """Say in Describe where clients on this host find the shared-memory channel."""
@@ -65,9 +66,9 @@ class EngramService:
 
     async def record(self, options: RecordOptions) -> Recorder:
         """Begin a trace of all lookups that come from now on; close it after them. Raises ServeError."""
-        description = wire.describe(self._memory, self._limits, self.server_id)
-        self._fetcher.recorder = await Recorder.open(options, description)
-        return self._fetcher.recorder
+        description = wire.describe(self.generation.memory, self._limits, self.server_id)
+        recorder = self.generation.fetcher.recorder = await Recorder.open(options, description)
+        return recorder
 
     def register(self, server: grpc.aio.Server) -> None:
         """What the generated add_EngramServicer_to_server does, but with a parser of ours for requests, and payloads
@@ -98,7 +99,7 @@ class EngramService:
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:  # noqa: N802
         """What is served, as of now."""
-        return wire.describe(self._memory, self._limits, self.server_id, self._shared_memory)
+        return wire.describe(self.generation.memory, self._limits, self.server_id, self._shared_memory)
 
     async def Lookup(self, received: wire.Received, context: Context) -> Reply:  # noqa: N802
         """One request, one reply of bounded size."""
@@ -106,12 +107,13 @@ class EngramService:
         meter = self._metrics.of(context.peer())
         try:
             request = wire.well_formed(received)
-            admission = self._fetcher.admit(request, context.time_remaining())
+            fetcher = self.generation.fetcher
+            admission = fetcher.admit(request, context.time_remaining())
             try:
-                plan = await self._fetcher.plan(request, admission)
-                reply = await self._reply(request.request_id, plan, admission.terms)
+                plan = await fetcher.plan(request, admission)
+                reply = await self._reply(fetcher, request.request_id, plan, admission.terms)
             finally:
-                self._fetcher.release(admission)
+                fetcher.release(admission)
             meter.done(admission.terms, plan.shape.format, began)
             return reply
         except asyncio.CancelledError:
@@ -128,7 +130,7 @@ class EngramService:
     ) -> None:
         """Many requests, their replies in order and in chunks."""
         stream = ReplyStream(
-            self._fetcher,
+            lambda: self.generation.fetcher,
             self._limits,
             requests,
             context.write,
@@ -146,21 +148,22 @@ class EngramService:
         """Queue a request's rows for the cache; they are read after this has answered."""
         try:
             message = wire.well_formed(received)
-            if not self._memory.has_cache:
+            generation = self.generation
+            if not generation.memory.has_cache:
                 raise UnsupportedError(
                     "there is no row cache here to fetch rows into: start the server with --cache-bytes"
                 )
-            admission = self._fetcher.admit(message)
+            admission = generation.fetcher.admit(message)
             try:
-                request, blocks = await self._fetcher.plan_prefetch(message, admission)
+                request, blocks = await generation.fetcher.plan_prefetch(message, admission)
+                generation.prefetcher.start(blocks, admission.terms.deadline)
             finally:
-                self._fetcher.release(admission)
-            self._prefetcher.start(blocks, admission.terms.deadline)
+                generation.fetcher.release(admission)
             return pb.PrefetchReply(
                 request_id=message.request_id,
                 rows=request.rows,
                 groups=request.groups,
-                queued_rows=self._prefetcher.queued_rows,
+                queued_rows=generation.prefetcher.queued_rows,
             )
         except Exception as error:
             code, text = status_of(error)
@@ -172,12 +175,7 @@ class EngramService:
         for stream in self._streams:
             stream.drain()
 
-    def close(self) -> None:
-        """After the last call."""
-        self._prefetcher.close()
-        self._fetcher.close()
-
-    async def _reply(self, request_id: int, plan: Plan, terms: Terms) -> Reply:
+    async def _reply(self, fetcher: Fetcher, request_id: int, plan: Plan, terms: Terms) -> Reply:
         if plan.shape.payload_bytes > self._limits.unary_reply_bytes:
             raise InvalidRequestError(
                 f"the answer has {plan.shape.payload_bytes} bytes, over the "
@@ -186,13 +184,13 @@ class EngramService:
         parts: list[bytes | memoryview] = []
         totals = lookup.NO_STATS
         for block in plan.blocks:
-            if hits := self._fetcher.hits(block, plan.shape.format, terms):
+            if hits := fetcher.hits(block, plan.shape.format, terms):
                 parts.append(hits.payload)
                 totals = lookup.add_stats(totals, hits.stats)
                 continue
-            batch = await self._fetcher.submit(block, terms, patient=bool(parts))
-            await self._fetcher.rows_read(batch, terms)
-            parts.append(await self._fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
+            batch = await fetcher.submit(block, terms, patient=bool(parts))
+            await fetcher.rows_read(batch, terms)
+            parts.append(await fetcher.gather(batch, block, 0, block.items, plan.shape.format, terms))
             totals = lookup.add_stats(totals, batch.stats)
         parts.extend(wire.inverse_bytes(plan))
         reply = pb.LookupReply(
@@ -202,3 +200,9 @@ class EngramService:
             stats=wire.stats_message(plan, totals),
         )
         return Reply(reply, parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _digests(generation: Generation) -> tuple[object, ...]:
+    """What a client relies on."""
+    memory = generation.memory
+    return [table.digest for table in memory.tables.values()], memory.hash_digest

@@ -72,7 +72,7 @@ class SharedMemoryChannel:
         group = None if options.group is None else _group_id(options.group)
         listener, self._inode = _listen(path, group)
         try:
-            self._native = _native_server(memory, limits, options, listener, group, server_id)
+            self._native = _native_server(_served(memory), limits, options, listener, group, server_id)
         except BaseException:
             remove(path, self._inode)
             raise
@@ -86,6 +86,15 @@ class SharedMemoryChannel:
             clients=self._options.clients,
             client_bytes_max=self._options.total_bytes // _CLIENT_SHARE,
         )
+
+    def reopen(self, memory: Memory) -> None:
+        """Answer from these tables from now on; clients stay attached. Requests under way keep those they have."""
+        self._native.reopen(_served(memory))
+
+    async def settled(self) -> None:
+        """Wait until all requests that began before `reopen` are over."""
+        while not self._native.settled:
+            await asyncio.sleep(_IDLE_POLL_S)
 
     def counts(self) -> dict[str, int]:
         """clients and bytes now; requests, and those of them that failed, since the start."""
@@ -189,16 +198,9 @@ def _listen(path: Path, group: int | None) -> tuple[socket.socket, int]:
     return listener, inode
 
 
-def _native_server(
-    memory: Memory,
-    limits: Limits,
-    options: SharedMemoryOptions,
-    listener: socket.socket,
-    group: int | None,
-    server_id: str,
-) -> _core.ShmServer:
+def _served(memory: Memory) -> _core.ShmServed:
     token_map = memory.token_map
-    return _core.ShmServer(
+    return _core.ShmServed(
         engine=memory.engine,
         reader=memory.reader,
         hash=memory.hash,
@@ -209,6 +211,19 @@ def _native_server(
         token_map_digest=token_map.sha256 if token_map else b"",
         hash_digest=memory.hash_digest,
         sealed=memory.all_packed,
+    )
+
+
+def _native_server(
+    served: _core.ShmServed,
+    limits: Limits,
+    options: SharedMemoryOptions,
+    listener: socket.socket,
+    group: int | None,
+    server_id: str,
+) -> _core.ShmServer:
+    return _core.ShmServer(
+        served,
         server_id=bytes.fromhex(server_id),
         listener=listener.detach(),
         group=group,

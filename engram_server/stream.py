@@ -35,6 +35,7 @@ class Answer:
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
         self.began = time.perf_counter()
+        self.fetcher: Fetcher | None = None
         self.admission: Admission | None = None
         self._room = asyncio.Semaphore(_BLOCKS_AHEAD)
         self._abandoned = False
@@ -100,16 +101,16 @@ class ReplyStream:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Callable[[], Fetcher],
         limits: Limits,
         requests: AsyncIterator[wire.Received],
         write: Callable[[Chunk], Awaitable[None]],
         meter: LookupMeter,
         call_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """write sends a chunk and returns when the transport has room for the next; it raises, with whatever
-        exception, when the client is gone. meter counts the replies. call_left_s: seconds until the deadline of the
-        call, None = none."""
+        """fetcher gives what a request that begins now is answered by. write sends a chunk and returns when the
+        transport has room for the next; it raises, with whatever exception, when the client is gone. meter counts the
+        replies. call_left_s: seconds until the deadline of the call, None = none."""
         self._fetcher = fetcher
         self._chunk_bytes = limits.chunk_bytes
         self._requests = requests
@@ -119,7 +120,7 @@ class ReplyStream:
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._unsent = 0
-        self._admitted: set[Admission] = set()
+        self._admitted: dict[Admission, Fetcher] = {}
         self._reader: asyncio.Task[None] | None = None
         self._waits_for_request = False
         self._draining = False
@@ -180,13 +181,14 @@ class ReplyStream:
 
     async def _begin(self, answer: Answer, received: wire.Received) -> None:
         request = wire.well_formed(received)
-        admission = answer.admission = self._fetcher.admit(request, self._call_left_s())
-        self._admitted.add(admission)
-        plan = await self._fetcher.plan(request, admission)
+        fetcher = answer.fetcher = self._fetcher()
+        admission = answer.admission = fetcher.admit(request, self._call_left_s())
+        self._admitted[admission] = fetcher
+        plan = await fetcher.plan(request, admission)
         answer.put(plan)
         # With nothing to be read, and no other reply in memory, there is nothing to work ahead of.
         alone = self._unsent == 1 and len(plan.blocks) == 1
-        if alone and (hits := self._fetcher.hits(plan.blocks[0], plan.shape.format, admission.terms)):
+        if alone and (hits := fetcher.hits(plan.blocks[0], plan.shape.format, admission.terms)):
             answer.put(hits)
             return
         for index, block in enumerate(plan.blocks):
@@ -194,7 +196,7 @@ class ReplyStream:
                 return
             # A full engine refuses a new request, unless it is this stream's own replies that fill it.
             patient = index > 0 or self._unsent > 1
-            answer.put(await self._fetcher.submit(block, admission.terms, patient=patient))
+            answer.put(await fetcher.submit(block, admission.terms, patient=patient))
 
     async def _write(self, chunk: Chunk) -> None:
         try:
@@ -216,6 +218,8 @@ class ReplyStream:
 
     async def _reply(self, answer: Answer) -> None:
         plan = await answer.plan()
+        fetcher = answer.fetcher
+        assert fetcher is not None
         terms, format = answer.terms, plan.shape.format
         sender = _ChunkSender(self._write, answer.request_id, plan)
         for block in plan.blocks:
@@ -224,10 +228,10 @@ class ReplyStream:
                 sender.add_stats(batch.stats)
                 await sender.send(batch.payload)
                 continue
-            await self._fetcher.rows_read(batch, terms)
+            await fetcher.rows_read(batch, terms)
             sender.add_stats(batch.stats)
             for first, count in block.spans(self._chunk_bytes):
-                await sender.send(await self._fetcher.gather(batch, block, first, count, format, terms))
+                await sender.send(await fetcher.gather(batch, block, first, count, format, terms))
             del batch  # and with it its rows, before the reader may submit another block
             answer.block_sent()
         for inverse in wire.inverse_bytes(plan):
@@ -238,8 +242,7 @@ class ReplyStream:
 
     def _release(self, admission: Admission | None) -> None:
         if admission is not None:
-            self._admitted.remove(admission)
-            self._fetcher.release(admission)
+            self._admitted.pop(admission).release(admission)
 
 
 class _ChunkSender:

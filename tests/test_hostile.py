@@ -120,7 +120,7 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
             stalled.set()
             await asyncio.Event().wait()  # a client that takes nothing
 
-        stream = asyncio.create_task(ReplyStream(fetcher, limits, requests(), write, METER).run())
+        stream = asyncio.create_task(ReplyStream(lambda: fetcher, limits, requests(), write, METER).run())
         await stalled.wait()
         assert memory.engine.in_flight_bytes() > 0
         stream.cancel()

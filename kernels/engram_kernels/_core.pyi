@@ -343,8 +343,8 @@ class ShmLostError(Exception):
 class ShmRefusedError(Exception):
     """The server does not let this client in, and says why."""
 
-class ShmServer:
-    """Serves the shared-memory channel (docs/shared-memory.md) from native threads. Not usable after fork."""
+class ShmServed:
+    """What a shared-memory server answers from."""
 
     def __init__(
         self,
@@ -359,6 +359,18 @@ class ShmServer:
         token_map_digest: bytes,
         hash_digest: bytes,
         sealed: bool,
+    ) -> None:
+        """layers: of the hash's planes, in order. tables: (layer, rows, kind, digest of 32 bytes), ascending. Digests
+        of token map and hash are empty without a hash. sealed: rows carry checksums, so files that were written to
+        need no look."""
+
+class ShmServer:
+    """Serves the shared-memory channel (docs/shared-memory.md) from native threads. Not usable after fork."""
+
+    def __init__(
+        self,
+        served: ShmServed,
+        *,
         server_id: bytes,
         listener: int,
         group: int | None,
@@ -372,10 +384,13 @@ class ShmServer:
         total_bytes: int,
         spin_us: int,
     ) -> None:
-        """layers: of the hash's planes, in order. tables: (layer, rows, kind, digest of 32 bytes), ascending. Digests
-        of token map and hash are empty without a hash. sealed: rows carry checksums, so files that were written to
-        need no look. listener: descriptor of a listening SOCK_SEQPACKET socket, which is taken over. group: id of a
-        group that may attach, besides root and the process' own user."""
+        """listener: descriptor of a listening SOCK_SEQPACKET socket, which is taken over. group: id of a group that
+        may attach, besides root and the process' own user."""
+    def reopen(self, served: ShmServed) -> None:
+        """Answer requests from other tables, from the next on; clients stay attached."""
+    @property
+    def settled(self) -> bool:
+        """Whether all requests that began before the last `reopen` are over."""
     def drain(self) -> None:
         """Refuse new clients and new requests."""
     @property

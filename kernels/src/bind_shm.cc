@@ -70,14 +70,11 @@ std::optional<shm::Digest> digest_of(const nb::bytes& from) {
 
 using TableTuple = std::tuple<std::int64_t, std::uint64_t, RowKind, nb::bytes>;
 
-std::shared_ptr<shm::Server> make_server(
-    std::shared_ptr<Engine> engine, std::shared_ptr<Reader> reader, std::shared_ptr<NgramHash> hash,
-    std::vector<std::int64_t> layers, const std::vector<TableTuple>& tables, std::size_t columns,
-    std::size_t group_rows, const nb::bytes& token_map_digest, const nb::bytes& hash_digest,
-    bool sealed, const nb::bytes& server_id, int listener, std::optional<unsigned> group,
-    std::uint64_t request_rows, std::uint64_t pending_rows, std::uint64_t decode_rows,
-    std::uint64_t block_bytes, double budget_wait_s, unsigned clients, std::uint64_t client_bytes,
-    std::uint64_t total_bytes, std::uint64_t spin_us) {
+shm::Served make_served(std::shared_ptr<Engine> engine, std::shared_ptr<Reader> reader,
+                        std::shared_ptr<NgramHash> hash, std::vector<std::int64_t> layers,
+                        const std::vector<TableTuple>& tables, std::size_t columns,
+                        std::size_t group_rows, const nb::bytes& token_map_digest,
+                        const nb::bytes& hash_digest, bool sealed) {
   shm::Served served{.engine = std::move(engine),
                      .reader = std::move(reader),
                      .hash = std::move(hash),
@@ -93,6 +90,16 @@ std::shared_ptr<shm::Server> make_server(
                              .kind = kind,
                              .digest = bytes_of<sizeof(shm::Digest)>(digest, "a digest")});
   }
+  return served;
+}
+
+std::shared_ptr<shm::Server> make_server(const shm::Served& served, const nb::bytes& server_id,
+                                         int listener, std::optional<unsigned> group,
+                                         std::uint64_t request_rows, std::uint64_t pending_rows,
+                                         std::uint64_t decode_rows, std::uint64_t block_bytes,
+                                         double budget_wait_s, unsigned clients,
+                                         std::uint64_t client_bytes, std::uint64_t total_bytes,
+                                         std::uint64_t spin_us) {
   shm::Limits limits{.request_rows = request_rows,
                      .pending_rows = pending_rows,
                      .decode_rows = decode_rows,
@@ -105,7 +112,7 @@ std::shared_ptr<shm::Server> make_server(
   // One block of one client must leave room for others within the engine's budget.
   limits.block_bytes =
       std::min({limits.block_bytes, block_bytes, served.engine->budget_bytes() / 8});
-  return make_for_this_process<shm::Server>(std::move(served), limits,
+  return make_for_this_process<shm::Server>(served, limits,
                                             bytes_of<sizeof(shm::ServerId)>(server_id, "an id"),
                                             UniqueFd(listener), group);
 }
@@ -196,14 +203,20 @@ nb::tuple answer_of(const shm::Ticket& ticket) {
 }
 
 void bind_server(nb::module_& m) {
-  nb::class_<shm::Server>(m, "ShmServer")
-      .def(nb::new_(&make_server), nb::kw_only(), nb::arg("engine"), nb::arg("reader"),
+  nb::class_<shm::Served>(m, "ShmServed")
+      .def(nb::new_(&make_served), nb::kw_only(), nb::arg("engine"), nb::arg("reader"),
            nb::arg("hash").none(), nb::arg("layers"), nb::arg("tables"), nb::arg("columns"),
            nb::arg("group_rows"), nb::arg("token_map_digest"), nb::arg("hash_digest"),
-           nb::arg("sealed"), nb::arg("server_id"), nb::arg("listener"), nb::arg("group").none(),
-           nb::arg("request_rows"), nb::arg("pending_rows"), nb::arg("decode_rows"),
-           nb::arg("block_bytes"), nb::arg("budget_wait_s"), nb::arg("clients"),
-           nb::arg("client_bytes"), nb::arg("total_bytes"), nb::arg("spin_us"))
+           nb::arg("sealed"));
+
+  nb::class_<shm::Server>(m, "ShmServer")
+      .def(nb::new_(&make_server), nb::arg("served"), nb::kw_only(), nb::arg("server_id"),
+           nb::arg("listener"), nb::arg("group").none(), nb::arg("request_rows"),
+           nb::arg("pending_rows"), nb::arg("decode_rows"), nb::arg("block_bytes"),
+           nb::arg("budget_wait_s"), nb::arg("clients"), nb::arg("client_bytes"),
+           nb::arg("total_bytes"), nb::arg("spin_us"))
+      .def("reopen", &shm::Server::reopen, nb::arg("served"))
+      .def_prop_ro("settled", &shm::Server::settled)
       .def("drain", &shm::Server::drain, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("idle", &shm::Server::idle)
       .def("close", &shm::Server::close, nb::call_guard<nb::gil_scoped_release>())

@@ -36,7 +36,7 @@ std::string mib(std::uint64_t bytes) { return std::to_string(bytes >> 20) + " Mi
 
 Server::Server(Served served, const Limits& limits, const ServerId& id, UniqueFd listener,
                std::optional<gid_t> group)
-    : served_(std::move(served)),
+    : serving_(std::move(served)),
       limits_(limits),
       id_(id),
       group_(group),
@@ -241,7 +241,7 @@ void Server::attach(Client& client, const Hello& hello, Welcome& welcome) {
       const std::uint64_t one = 1;
       [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
     };
-    auto session = std::make_unique<Session>(served_, limits_, totals_, std::move(memory), on_end);
+    auto session = std::make_unique<Session>(serving_, limits_, totals_, std::move(memory), on_end);
     session->start();
     {
       const std::lock_guard lock(mutex_);

@@ -29,6 +29,10 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
+  // Answers requests from other tables, from the next on; clients stay attached.
+  void reopen(Served served) { serving_.replace(std::move(served)); }
+  // Whether all requests that began before that are over.
+  bool settled() const { return serving_.settled(); }
   // Refuses new clients and new requests from now on.
   void drain();
   // Whether no request is under way.
@@ -44,7 +48,7 @@ class Server {
   };
   Counts counts() const;
   // The first row that could not be what the table holds; empty: none.
-  std::string damage() const { return totals_.damage(); }
+  std::string damage() const { return serving_.damage(); }
   // What an operator should know, since the last call: clients that were shown out, and why.
   std::vector<std::string> take_notes();
 
@@ -71,7 +75,7 @@ class Server {
   std::uint64_t bytes_used() const;
   void note(const std::string& sentence);
 
-  const Served served_;
+  Serving serving_;
   const Limits limits_;
   const ServerId id_;
   const std::optional<gid_t> group_;

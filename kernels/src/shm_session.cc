@@ -48,11 +48,12 @@ void Bell::sleep(const std::function<bool()>& news, Clock::time_point until,
   asleep_.store(false);
 }
 
-Session::Session(const Served& served, const Limits& limits, Totals& totals, Memory memory,
+Session::Session(Serving& serving, const Limits& limits, Totals& totals, Memory memory,
                  std::function<void()> on_end)
     : limits_(limits),
       bell_(std::make_shared<Bell>(std::move(memory))),
-      scope_{.served = served, .limits = limits, .totals = totals, .data = bell_->memory().data()},
+      scope_{
+          .serving = serving, .limits = limits, .totals = totals, .data = bell_->memory().data()},
       on_end_(std::move(on_end)) {
   // Reads may end after the session has: the bell stays for them.
   scope_.ring = [bell = bell_] { bell->ring(); };

@@ -40,7 +40,7 @@ class Bell {
 class Session {
  public:
   // `on_end` is called by the session's thread when it is about to end.
-  Session(const Served& served, const Limits& limits, Totals& totals, Memory memory,
+  Session(Serving& serving, const Limits& limits, Totals& totals, Memory memory,
           std::function<void()> on_end);
   // Waits for the thread.
   ~Session();

@@ -34,8 +34,9 @@ void add(BatchStats& to, const BatchStats& from) {
 
 Work::Work(Scope& scope, const Entry& entry)
     : scope_(scope),
+      served_(scope.serving.now()),
       entry_(entry),
-      rows_(rows_of(scope.served, entry)),
+      rows_(rows_of(*served_, entry)),
       lane_(lane_of(entry, rows_, scope.limits)) {
   if (rows_ > scope.limits.request_rows) {
     throw Refusal(Status::invalid_argument,
@@ -66,7 +67,7 @@ Work::Step Work::step() {
   } catch (const RowError& error) {
     const std::int32_t why = error.failure.error;
     const bool damaged = why == kErrorTruncated || why == kErrorChecksum;
-    if (damaged) scope_.totals.report_damage(error.what());
+    if (damaged) scope_.serving.report_damage(*served_, error.what());
     // A device may run out of time as well.
     const bool given_up = why == ETIMEDOUT && late();
     end(given_up ? Status::deadline_exceeded : Status::data_loss, error.what());
@@ -101,7 +102,7 @@ Work::Step Work::start() {
   const std::uint64_t share = scope_.limits.pending_rows / kClientShare;
   if (scope_.held_rows != 0 && scope_.held_rows + rows_ > share) return Step::waits;
   admit();
-  request_ = read_request(scope_.served, entry_, scope_.data);
+  request_ = read_request(*served_, entry_, scope_.data);
   const std::uint64_t per_position = std::max<std::uint64_t>(1, block_bytes(1));
   block_positions_ = static_cast<std::size_t>(
       std::max<std::uint64_t>(1, scope_.limits.block_bytes / per_position));
@@ -109,14 +110,14 @@ Work::Step Work::start() {
 }
 
 void Work::admit() {
-  scope_.served.engine->admit(rows_, lane_, scope_.limits.pending_rows);
+  served_->engine->admit(rows_, lane_, scope_.limits.pending_rows);
   admitted_rows_ = rows_;
   scope_.held_rows += rows_;
 }
 
 // Packed rows of so many positions.
 std::uint64_t Work::block_bytes(std::size_t positions) const {
-  const Tables& tables = scope_.served.engine->tables();
+  const Tables& tables = served_->engine->tables();
   std::uint64_t bytes = 0;
   for (const LayerKeys& keys : request_->keys) {
     bytes += packed_bytes(tables[tables.number_of(keys.layer)].table.kind);
@@ -135,8 +136,8 @@ std::vector<LayerKeys> Work::next_keys() const {
 
 // Rows in place may be any mixture once a file was written to; see Memory.ensure_unwritten.
 void Work::ensure_unwritten() const {
-  if (scope_.served.sealed) return;
-  const std::string change = scope_.served.reader->change();
+  if (served_->sealed) return;
+  const std::string change = served_->reader->change();
   if (change.empty()) return;
   throw Refusal(Status::data_loss, change + "; its rows cannot be trusted: open it again");
 }
@@ -148,7 +149,7 @@ bool Work::copy_hits() {
   const Order order{.positions = count, .columns = request_->columns, .lane = lane_};
   std::byte* const out =
       scope_.data.data() + entry_.out_offset + submitted_ * request_->position_bytes();
-  const auto stats = scope_.served.engine->copy_hits(next_keys(), order, request_->format, out);
+  const auto stats = served_->engine->copy_hits(next_keys(), order, request_->format, out);
   if (!stats) {
     not_all_hits_ = submitted_ + 1;
     return false;
@@ -167,14 +168,14 @@ Work::Step Work::submit() {
   if (deadline_) {
     order.deadline_s = std::chrono::duration<double>(*deadline_ - Clock::now()).count();
   }
-  const std::uint64_t bytes = scope_.served.engine->bytes_of(keys, order);
+  const std::uint64_t bytes = served_->engine->bytes_of(keys, order);
   const std::uint64_t held = scope_.submitted_bytes->load();
-  if (held != 0 && held + bytes > scope_.served.engine->budget_bytes() / kClientShare) {
+  if (held != 0 && held + bytes > served_->engine->budget_bytes() / kClientShare) {
     return Step::waits;
   }
   order.on_done = on_done(bytes);
   try {
-    blocks_.push_back({.batch = scope_.served.engine->submit(keys, order), .count = count});
+    blocks_.push_back({.batch = served_->engine->submit(keys, order), .count = count});
   } catch (const Overloaded&) {
     // A full engine refuses a new request, unless it is this client's own that fill it; one that
     // has begun is worth finishing.
@@ -227,7 +228,7 @@ Work::Step Work::gather() {
 void Work::settle() {
   blocks_.clear();
   scope_.held_rows -= admitted_rows_;
-  scope_.served.engine->release(std::exchange(admitted_rows_, 0));
+  served_->engine->release(std::exchange(admitted_rows_, 0));
 }
 
 void Work::finish() {

@@ -14,7 +14,7 @@
 #include <span>
 #include <string>
 
-#include "shm_request.h"
+#include "shm_serving.h"
 
 namespace engram::shm {
 
@@ -24,25 +24,11 @@ using Clock = std::chrono::steady_clock;
 struct Totals {
   std::atomic<std::uint64_t> requests{0};
   std::atomic<std::uint64_t> failed{0};
-
-  // The first row that could not be what the table holds; empty: none.
-  std::string damage() const {
-    const std::lock_guard lock(mutex_);
-    return damage_;
-  }
-  void report_damage(const std::string& sentence) {
-    const std::lock_guard lock(mutex_);
-    if (damage_.empty()) damage_ = sentence;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::string damage_;
 };
 
 // What the works of one client share. Of its thread alone, but for `ring`.
 struct Scope {
-  const Served& served;
+  Serving& serving;
   const Limits& limits;
   Totals& totals;
   std::span<std::byte> data;     // of the client
@@ -106,6 +92,7 @@ class Work {
   std::uint64_t block_bytes(std::size_t positions) const;
 
   Scope& scope_;
+  const std::shared_ptr<const Served> served_;
   Entry entry_;
   std::uint64_t rows_;
   Lane lane_;

@@ -292,6 +292,52 @@ TEST_CASE("a server that ends answers or says so, and rows that were answered st
   CHECK_FALSE(client->alive());
 }
 
+TEST_CASE("tables are opened anew under clients that notice nothing") {
+  ShmWorld world(false, {}, 2 << 20);
+  const std::array clients{world.attach(), world.attach()};
+  std::atomic<int> wrong{0};
+  std::atomic<bool> enough{false};
+  std::thread opener([&] {
+    for (int round = 0; round < 20; ++round) {
+      auto reader =
+          std::make_shared<Reader>(world.tables.paths(), ReaderOptions{.backend = "pread"});
+      auto engine = std::make_shared<Engine>(reader, world.tables.tables(), 2 << 20, 1 << 20);
+      world.server->reopen(world.served(engine, reader));
+      wrong += !until([&] { return world.server->settled(); });
+      // What is settled is closed: a request that still needed it would fail.
+      world.engine->close();
+      world.reader->close();
+      world.engine = engine;
+      world.reader = reader;
+    }
+    enough.store(true);
+  });
+  in_parallel(4, [&](unsigned thread) {
+    Random random(30 + thread);
+    while (!enough.load()) {
+      wrong += complaint(*clients[thread % 2], draw_rows(random, 1, 500)) != "";
+    }
+  });
+  opener.join();
+  CHECK(wrong.load() == 0);
+  CHECK(world.server->counts().failed == 0);
+  CHECK(world.server->counts().clients == 2);
+}
+
+TEST_CASE("damage of tables that are replaced is no damage of those served") {
+  shm::Serving serving({.engine = nullptr, .reader = nullptr});
+  const auto before = serving.now();
+  serving.report_damage(*before, "a row is damaged");
+  CHECK(serving.damage() == "a row is damaged");
+  serving.replace({.engine = nullptr, .reader = nullptr});
+  CHECK(serving.damage() == "");
+  CHECK_FALSE(serving.settled());
+  serving.report_damage(*before, "another row is damaged");
+  CHECK(serving.damage() == "");
+  serving.report_damage(*serving.now(), "this one matters");
+  CHECK(serving.damage() == "this one matters");
+}
+
 TEST_CASE("parts of a data area are taken and joined again") {
   shm::Extents extents(1 << 20);
   Random random(5);

@@ -72,8 +72,14 @@ class ShmWorld {
         reader(std::make_shared<Reader>(tables.paths(), ReaderOptions{.backend = "pread"})),
         engine(std::make_shared<Engine>(reader, tables.tables(), budget_bytes, cache_bytes)) {
     tables.truncate();
+    server = std::make_unique<shm::Server>(served(engine, reader), limits, kServerId,
+                                           listener(path), std::nullopt);
+  }
+
+  shm::Served served(std::shared_ptr<Engine> with, std::shared_ptr<Reader> from) const {
     // A file of these tables is cut on purpose: what the reader says of it is not the point here.
-    shm::Served served{.engine = engine, .reader = reader, .hash = small_hash(), .sealed = true};
+    shm::Served served{
+        .engine = std::move(with), .reader = std::move(from), .hash = small_hash(), .sealed = true};
     for (const Table& table : tables.tables()) {
       served.hash_layers.push_back(table.layer);
       served.tables.push_back({.layer = table.layer,
@@ -81,8 +87,7 @@ class ShmWorld {
                                .kind = table.kind,
                                .digest = digest_of(table.layer)});
     }
-    server = std::make_unique<shm::Server>(std::move(served), limits, kServerId, listener(path),
-                                           std::nullopt);
+    return served;
   }
 
   std::shared_ptr<shm::Client> attach(std::uint64_t data_bytes = 1 << 20) const {
