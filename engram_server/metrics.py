@@ -113,10 +113,13 @@ class MemoryCollector(Collector):
         self._opened = _Opened(memory)
         self._not_ready = not_ready
         self.channel: SharedMemoryChannel | None = None
+        self.replaced = False
+        """Whether a path was last seen to name another file than the one that is served."""
 
     def reopened(self, memory: Memory) -> None:
         """Show these tables from now on. What native code counts begins at 0 again, as after a restart."""
         self._opened = _Opened(memory)
+        self.replaced = False
 
     def collect(self) -> Iterator[Metric]:
         """Everything, as of now."""
@@ -156,7 +159,7 @@ class MemoryCollector(Collector):
         yield _gauge(
             "engram_tables_replaced",
             "1 while a path names another file than the one that was opened and is served.",
-            int(bool(memory.replaced())),
+            int(self.replaced),
         )
         rows = GaugeMetricFamily("engram_table_rows", "Rows of a table.", labels=["layer", "kind"])
         for layer, table in memory.tables.items():

@@ -29,7 +29,7 @@ from engram_server.health import Health
 from engram_server.http import HttpServer
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import ServerMetrics
+from engram_server.metrics import MemoryCollector, ServerMetrics
 from engram_server.recorder import RecordOptions
 from engram_server.reload import Reloader
 from engram_server.service import SERVICE_NAME, EngramService
@@ -103,7 +103,7 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
         )
         condition = Health(status, (health.OVERALL_HEALTH, SERVICE_NAME))
         metrics = ServerMetrics(tables.current.memory, condition.not_ready)
-        tables.current.start(options.limits, _on_damage(tables, tables.current, condition))
+        tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
         service = EngramService(tables.current, options.limits, metrics.lookups)
@@ -125,7 +125,7 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
             metrics.server.channel = channel
 
         def turn_over(generation: Generation) -> None:
-            generation.start(options.limits, _on_damage(tables, generation, condition))
+            generation.start(options.limits, _on_damage(tables, generation.memory, condition))
             service.turn_over(generation)
             if channel is not None:
                 channel.reopen(generation.memory)
@@ -148,7 +148,8 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
         print(_ready_line(options, tables.current.memory, addresses, channel, http), flush=True)
         for task in (
             asyncio.create_task(_log_loading(tables)),
-            asyncio.create_task(_watch(tables, channel, condition)),
+            asyncio.create_task(_beat(condition)),
+            asyncio.create_task(_watch(tables, channel, condition, metrics.server)),
         ):
             stack.callback(task.cancel)
         tables.current.keep_hot_set()
@@ -167,11 +168,11 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
         await drained
 
 
-def _on_damage(tables: Tables, generation: Generation, condition: Health) -> Callable[[str], None]:
-    """What a generation's lookups found is of no concern once it is replaced."""
+def _on_damage(tables: Tables, memory: Memory, condition: Health) -> Callable[[str], None]:
+    """What lookups of these tables find is of no concern once others are served."""
 
     def damaged(sentence: str) -> None:
-        if tables.current is generation:
+        if tables.current.memory is memory:
             condition.damaged(sentence)
 
     return damaged
@@ -232,20 +233,38 @@ async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None,
     await stopped
 
 
-async def _watch(tables: Tables, channel: SharedMemoryChannel | None, condition: Health) -> None:
-    """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw."""
-    told: set[str] = set()
+async def _beat(condition: Health) -> None:
     while True:
         condition.beat()
+        await asyncio.sleep(_WATCH_S)
+
+
+async def _watch(
+    tables: Tables, channel: SharedMemoryChannel | None, condition: Health, metrics: MemoryCollector
+) -> None:
+    """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw.
+
+    Files are looked at in a thread: a file system that hangs shall not hang the loop.
+    """
+    told: set[str] = set()
+    while True:
         memory = tables.current.memory
         try:
+            change = await asyncio.to_thread(memory.reader.change)
+            replaced = await asyncio.to_thread(memory.replaced)
             damage = "" if channel is None else channel.look()
-            if change := memory.reader.change() or damage:
-                condition.damaged(change)
-            if (replaced := memory.replaced()) and replaced not in told:
-                log.warning("%s: what was opened is served until a reload (SIGHUP) opens it anew", replaced)
-                told.add(replaced)
-        except Exception as error:  # and go on: who asks whether the loop runs must hear that it does
+            if memory is tables.current.memory:
+                if change or damage:
+                    condition.damaged(change or damage)
+                metrics.replaced = bool(replaced)
+                if replaced and replaced not in told:
+                    log.warning(
+                        "%s: what was opened is served until a reload (SIGHUP) opens it anew", replaced
+                    )
+                    told.add(replaced)
+                if not replaced:
+                    told.clear()
+        except Exception as error:  # and go on: the next look may be a better one
             if repr(error) not in told:
                 log.error("the table files could not be looked at: %r", error)
                 told.add(repr(error))
