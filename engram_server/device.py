@@ -8,6 +8,8 @@ time. Rows are the same bit for bit, which is checked at the start on rows of ev
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +84,9 @@ class DeviceConverter:
     ) -> None:
         """Raises DeviceError when the device gives other rows than the native core."""
         self._slot_rows = slot_rows
+        self._counting = threading.Lock()
+        self._spent_s = 0.0
+        self._written_bytes = 0
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         for _ in range(_SLOTS):
             self._slots.put(_Slot.on(device, slot_rows))
@@ -102,8 +107,21 @@ class DeviceConverter:
                 else:
                     picked = block.payload(batch, begin, items, _core.Format.PACKED)
                     packed[:] = np.frombuffer(picked, dtype=np.uint8).reshape(packed.shape)
-                parts.append(slot.convert(kind, items * rows_per_item).tobytes())
+                began = time.perf_counter()
+                converted = slot.convert(kind, items * rows_per_item)
+                self._count(time.perf_counter() - began, converted.nbytes)
+                parts.append(converted.tobytes())
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def converted(self) -> tuple[float, int]:
+        """Seconds that passes took, transfers to and from the device included, and the bytes of bf16 they made."""
+        with self._counting:
+            return self._spent_s, self._written_bytes
+
+    def _count(self, seconds: float, written: int) -> None:
+        with self._counting:
+            self._spent_s += seconds
+            self._written_bytes += written
 
     @contextmanager
     def _slot(self) -> Iterator[_Slot]:

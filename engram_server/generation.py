@@ -38,7 +38,7 @@ class Generation:
     ) -> None:
         """For `open`."""
         self.memory = memory
-        self._converter = converter
+        self.converter = converter
         self._keeper = keeper
 
     @classmethod
@@ -61,7 +61,7 @@ class Generation:
 
     def start(self, limits: Limits, on_damage: Callable[[str], None]) -> None:
         """Be ready for requests. On the event loop that serves."""
-        self.fetcher = Fetcher(self.memory, limits, on_damage, self._converter)
+        self.fetcher = Fetcher(self.memory, limits, on_damage, self.converter)
         self.prefetcher = Prefetcher(self.memory.engine, limits.prefetch_rows, limits.prefetches)
 
     def keep_hot_set(self) -> None:

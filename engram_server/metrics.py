@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 
 import engram_server
 from engram_kernels import _core
+from engram_server.device import DeviceConverter
 from engram_server.memory import Memory
 from engram_server.shared_memory import SharedMemoryChannel
 from engram_server.terms import Terms
@@ -41,6 +42,9 @@ _FORMATS = {
     _core.Format.BF16: "bf16",
     _core.Format.FP32: "fp32",
 }
+_CODES = {code.value[0]: code.name.lower() for code in grpc.StatusCode}
+_LOOKUP_LABELS = ("transport", "lane", "format")
+_FAILURE_LABELS = ("transport", "code")
 _BOUNDS_S = tuple(bound / 1e6 for bound in _core.LATENCY_BOUNDS_US)
 _TOTALS = {
     "rows": "Rows asked of the engine, zero rows included.",
@@ -54,23 +58,45 @@ _TOTALS = {
 """The numbers of a batch, in its order."""
 
 
-class LookupMetrics:
-    """What gRPC lookups take, and how they fail."""
+class LookupMetrics(Collector):
+    """What lookups take, and how they fail: counted here as they come by gRPC, and by the native server of `channel`,
+    if there is one, as they come through shared memory."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        channel: Callable[[], SharedMemoryChannel | None] = lambda: None,
+    ) -> None:
+        self._channel = channel
         self._seconds = Histogram(
             "engram_lookup_seconds",
-            "From when a lookup was taken up until its last byte was handed to gRPC.",
-            ["transport", "lane", "format"],
+            "From when a lookup was taken up until its last byte was handed over.",
+            _LOOKUP_LABELS,
             buckets=_BOUNDS_S,
-            registry=registry,
+            registry=None,
         )
         self._failures = Counter(
             "engram_lookup_failures",
             "Lookups that were answered with an error, or given up by their client, by gRPC status.",
-            ["transport", "code"],
-            registry=registry,
+            _FAILURE_LABELS,
+            registry=None,
         )
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each for all transports."""
+        (seconds,), (failures,) = self._seconds.collect(), self._failures.collect()
+        if (channel := self._channel()) is not None:
+            shared = HistogramMetricFamily(seconds.name, seconds.documentation, labels=_LOOKUP_LABELS)
+            for lane, format, counts, sum_ns in channel.latencies():
+                shared.add_metric(["shm", _LANES[lane], _FORMATS[format]], *_buckets(counts, sum_ns))
+            failed = CounterMetricFamily(failures.name, failures.documentation, labels=_FAILURE_LABELS)
+            for status, count in channel.failures().items():
+                failed.add_metric(["shm", _CODES[status]], count)
+            seconds.samples.extend(shared.samples)
+            failures.samples.extend(failed.samples)
+        yield seconds
+        yield failures
 
     def of(self, peer: str) -> LookupMeter:
         """For the lookups of one call; peer as gRPC names it."""
@@ -98,8 +124,9 @@ class LookupMeter:
 class _Opened:
     """One opening of the tables."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, converter: DeviceConverter | None) -> None:
         self.memory = memory
+        self.converter = converter
         self.at = time.time()
         self.layers = list(memory.tables)
         self.devices = _devices(memory.reader)
@@ -108,17 +135,19 @@ class _Opened:
 class MemoryCollector(Collector):
     """What tables, reader, engine, cache and shared memory of one server count."""
 
-    def __init__(self, memory: Memory, not_ready: Callable[[], str]) -> None:
-        """not_ready says in words why no lookups should come, "" = they should."""
-        self._opened = _Opened(memory)
+    def __init__(
+        self, memory: Memory, not_ready: Callable[[], str], converter: DeviceConverter | None = None
+    ) -> None:
+        """not_ready says in words why no lookups should come, "" = they should. converter: of rows, if not the CPU."""
+        self._opened = _Opened(memory, converter)
         self._not_ready = not_ready
         self.channel: SharedMemoryChannel | None = None
         self.replaced = False
         """Whether a path was last seen to name another file than the one that is served."""
 
-    def reopened(self, memory: Memory) -> None:
+    def reopened(self, memory: Memory, converter: DeviceConverter | None = None) -> None:
         """Show these tables from now on. What native code counts begins at 0 again, as after a restart."""
-        self._opened = _Opened(memory)
+        self._opened = _Opened(memory, converter)
         self.replaced = False
 
     def collect(self) -> Iterator[Metric]:
@@ -126,6 +155,7 @@ class MemoryCollector(Collector):
         yield from self._facts()
         yield from self._reads()
         yield from self._rows()
+        yield from self._conversions()
         yield from self._cache()
         yield from self._shared_memory()
 
@@ -235,6 +265,27 @@ class MemoryCollector(Collector):
             "engram_budget_used_bytes", "Memory that requests in flight take.", engine.in_flight_bytes()
         )
 
+    def _conversions(self) -> Iterator[Metric]:
+        opened = self._opened
+        seconds = CounterMetricFamily(
+            "engram_convert_seconds",
+            "Time that threads spent copying and converting rows into answers of a format.",
+            labels=["device", "format"],
+        )
+        written = CounterMetricFamily(
+            "engram_convert_bytes", "Bytes of those answers.", labels=["device", "format"]
+        )
+        for format, name in _FORMATS.items():
+            ns, bytes_ = opened.memory.engine.converted(format)
+            seconds.add_metric(["cpu", name], ns / 1e9)
+            written.add_metric(["cpu", name], bytes_)
+        if opened.converter is not None:
+            spent_s, bytes_ = opened.converter.converted()
+            seconds.add_metric(["cuda", _FORMATS[_core.Format.BF16]], spent_s)
+            written.add_metric(["cuda", _FORMATS[_core.Format.BF16]], bytes_)
+        yield seconds
+        yield written
+
     def _cache(self) -> Iterator[Metric]:
         stats = self._opened.memory.cache_state()
         yield _gauge("engram_cache_bytes", "Size of the row cache, 0 without one.", stats.capacity_bytes)
@@ -253,18 +304,21 @@ class MemoryCollector(Collector):
         yield _gauge("engram_shm_clients_limit", "Clients that may be attached at once.", limits.clients)
         yield _gauge("engram_shm_bytes", "Memory of their slots.", counts["bytes"])
         yield _counter("engram_shm_requests", "Lookups through shared memory.", counts["requests"])
-        yield _counter("engram_shm_failures", "Lookups of these not answered with rows.", counts["failed"])
+        failed = sum(self.channel.failures().values())
+        yield _counter("engram_shm_failures", "Lookups of these not answered with rows.", failed)
 
 
 class ServerMetrics:
     """All that one server counts."""
 
-    def __init__(self, memory: Memory, not_ready: Callable[[], str]) -> None:
+    def __init__(
+        self, memory: Memory, not_ready: Callable[[], str], converter: DeviceConverter | None = None
+    ) -> None:
         """As MemoryCollector."""
         self.registry = CollectorRegistry()
-        self.server = MemoryCollector(memory, not_ready)
+        self.server = MemoryCollector(memory, not_ready, converter)
         self.registry.register(self.server)
-        self.lookups = LookupMetrics(self.registry)
+        self.lookups = LookupMetrics(self.registry, lambda: self.server.channel)
         self.reloads = Counter(
             "engram_reloads",
             "Times that the server was told to open its files anew, by how that ended.",

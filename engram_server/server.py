@@ -102,7 +102,7 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         condition = Health(status, (health.OVERALL_HEALTH, SERVICE_NAME))
-        metrics = ServerMetrics(tables.current.memory, condition.not_ready)
+        metrics = ServerMetrics(tables.current.memory, condition.not_ready, tables.current.converter)
         tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
@@ -129,7 +129,7 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
             service.turn_over(generation)
             if channel is not None:
                 channel.reopen(generation.memory)
-            metrics.server.reopened(generation.memory)
+            metrics.server.reopened(generation.memory, generation.converter)
             condition.serving()
 
         async def settled() -> None:

@@ -97,8 +97,16 @@ class SharedMemoryChannel:
             await asyncio.sleep(_IDLE_POLL_S)
 
     def counts(self) -> dict[str, int]:
-        """clients and bytes now; requests, and those of them that failed, since the start."""
+        """clients and bytes now; requests since the start."""
         return self._native.counts()
+
+    def failures(self) -> dict[int, int]:
+        """Requests of these that were not answered with rows, by gRPC's number of the status."""
+        return self._native.failures()
+
+    def latencies(self) -> list[tuple[_core.Lane, _core.Format, list[int], int]]:
+        """(lane, format, counts, sum in ns) of those that were, as _core.ShmServer.latencies."""
+        return self._native.latencies()
 
     def look(self) -> str:
         """Log what happened since the last look; returns the first sign of a damaged table file, "" = none."""

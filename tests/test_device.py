@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def requests(memory: Memory, format: _core.Format) -> list[Request]:
         lookup.from_rows(memory, 14, ids, format=format),
         lookup.from_rows(memory, 14, ids, format=format, unique=True),
     ]
+
+
+def test_what_a_device_converts_is_counted(memory: Memory, converter: DeviceConverter) -> None:
+    spent_s, made = converter.converted()
+    assert (spent_s, made) == (0.0, 0), "what it was proven with is not"
+    request = requests(memory, _core.Format.BF16)[0]
+    planned = lookup.plan(memory, request, 1 << 20)
+    began = time.perf_counter()
+    for block in planned.blocks:
+        batch = block.submit(memory.engine, Terms(_core.Lane.DECODE))
+        assert batch.wait(60)
+        kind = memory.tables[block.keys[0][0]].kind
+        converter.payload(batch, block, kind, 0, block.items)
+    elapsed = time.perf_counter() - began
+    spent_s, made = converter.converted()
+    assert made == planned.shape.payload_bytes
+    assert 0 < spent_s < elapsed
 
 
 async def payload(fetcher: Fetcher, plan: Plan) -> bytes:

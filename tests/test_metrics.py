@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -112,7 +113,10 @@ def test_what_is_counted_is_what_clients_were_told(server: ServerProcess) -> Non
     after = Scrape(server)
     assert after.sum("engram_lookup_seconds_count", transport="uds", format="packed") == 3
     assert after.sum("engram_lookup_seconds_count", transport="tcp", lane="prefill") == 2
+    assert after.sum("engram_lookup_seconds_count", transport="shm", lane="decode", format="packed") == 2
+    assert after.sum("engram_lookup_seconds_count", transport="shm") == 3
     assert after.sum("engram_shm_requests_total") == 3
+    assert after.sum("engram_shm_failures_total") == 0
     assert after.sum("engram_reads_in_flight") == 0
     assert after.sum("engram_budget_used_bytes") == 0
     assert after.sum("engram_ready") == 1
@@ -130,6 +134,83 @@ def test_errors_are_counted_by_what_they_were(server: ServerProcess) -> None:
     seen = Scrape(server)
     assert seen.sum("engram_lookup_failures_total", transport="tcp", code="invalid_argument") == 3
     assert seen.sum("engram_lookup_failures_total", transport="tcp", code="failed_precondition") == 1
+
+
+def test_shared_memory_counts_latencies_and_errors_in_the_families_of_grpc(server: ServerProcess) -> None:
+    tcp, uds = server.targets
+    with (
+        EngramClient(tcp, shared_memory="off") as by_tcp,
+        EngramClient(uds, shared_memory="require") as shared,
+    ):
+        for client, times in ((by_tcp, 1), (shared, 3)):
+            for _ in range(times):
+                client.lookup([1, 2], format="fp32", lane="prefill")
+                with pytest.raises(EngramError):
+                    client.lookup_rows(1, [2**40])
+            with pytest.raises(EngramError):
+                client.lookup([1], pin={1: bytes(32)})
+        seen = Scrape(server)
+    for name in ("engram_lookup_seconds", "engram_lookup_failures"):
+        assert len([family for family in seen.families if family.name == name]) == 1, name
+    for transport, times in (("tcp", 1), ("shm", 3)):
+        labels = {"transport": transport, "lane": "prefill", "format": "fp32"}
+        assert seen.sum("engram_lookup_seconds_count", **labels) == times
+        assert seen.sum("engram_lookup_seconds_bucket", le="+Inf", **labels) == times
+        failures = {"transport": transport, "code": "invalid_argument"}
+        assert seen.sum("engram_lookup_failures_total", **failures) == times
+        failures["code"] = "failed_precondition"
+        assert seen.sum("engram_lookup_failures_total", **failures) == 1
+    assert seen.sum("engram_shm_failures_total") == 4
+
+
+def test_conversion_is_counted_by_format(server: ServerProcess) -> None:
+    tcp, uds = server.targets
+    row_bytes = {"packed": 136, "packed-fp8": 264, "bf16": 512, "fp32": 1024}
+    tokens = list(range(40))
+    before = Scrape(server)
+    began = time.perf_counter()
+    wrote = dict.fromkeys(row_bytes, 0)
+    with (
+        EngramClient(tcp, shared_memory="off") as by_tcp,
+        EngramClient(uds, shared_memory="require") as shared,
+    ):
+        for format, size in row_bytes.items():
+            for _ in range(2):  # from the disk at first, then from the cache
+                for client in (by_tcp, shared):
+                    wrote[format] += client.lookup(tokens, format=format).stats.rows * size
+            unique = by_tcp.lookup([5, 5, *tokens], format=format, unique=True).unique
+            assert unique is not None
+            wrote[format] += sum(rows.shape[0] for rows in unique.values()) * size
+    elapsed = time.perf_counter() - began
+    after = Scrape(server)
+    seconds = 0.0
+    for format, expected in wrote.items():
+        labels = {"device": "cpu", "format": format}
+        name = "engram_convert_bytes_total"
+        assert after.sum(name, **labels) - before.sum(name, **labels) == expected, format
+        name = "engram_convert_seconds_total"
+        spent = after.sum(name, **labels) - before.sum(name, **labels)
+        assert spent > 0, format
+        seconds += spent
+    assert seconds < elapsed, "one after another, each within its lookup"
+
+
+def test_a_stall_shows_in_the_latency_of_shared_memory(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "mnt"
+    with (
+        faulty_fs(fp4_checkpoint, mounted, tmp_path / "control.json") as faults,
+        serving(mounted, tmp_path, metrics="127.0.0.1:0", scales="disk", cache_bytes=0) as server,
+        EngramClient(server.targets[0], shared_memory="require") as client,
+    ):
+        faults.set("slow", delay_s=0.06)
+        for _ in range(3):
+            client.lookup_rows(14, [5], lane="prefill", format="bf16")
+        faults.clear()
+        after = Scrape(server)
+    slow = {"transport": "shm", "lane": "prefill", "format": "bf16"}
+    assert after.sum("engram_lookup_seconds_bucket", le="0.05", **slow) == 0
+    assert after.sum("engram_lookup_seconds_count", **slow) == 3
+    assert after.sum("engram_lookup_seconds_sum", **slow) >= 3 * 0.06
 
 
 def test_a_slow_or_broken_disk_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:

@@ -329,6 +329,9 @@ class Engine:
     def in_flight_bytes(self) -> int: ...
     def totals(self, lane: Lane) -> tuple[int, int, int, int, int, int, int]:
         """Batch.stats of all batches and hits of a lane since the start, those that failed included."""
+    def converted(self, format: Format) -> tuple[int, int]:
+        """(ns, bytes) since the start: time that threads spent copying and converting rows into answers of a format, and
+        what they wrote. With rows that copy_hits copied, the time of looking them up."""
     @property
     def checksum_errors(self) -> int:
         """Records read that are not the row they should be."""
@@ -399,7 +402,12 @@ class ShmServer:
     def close(self) -> None:
         """Give up what is under way and end all threads; before the engine is closed."""
     def counts(self) -> dict[str, int]:
-        """clients and bytes (of their memory files) now; requests since start, and failed, those without rows."""
+        """clients and bytes (of their memory files) now; requests since start."""
+    def failures(self) -> dict[int, int]:
+        """Requests of these that were not answered with rows, by status as gRPC numbers it."""
+    def latencies(self) -> list[tuple[Lane, Format, list[int], int]]:
+        """(lane, format, counts, sum in ns) of those that were: from when each was taken up until its answer was there.
+        Counts as in Reader.read_latencies."""
     @property
     def damage(self) -> str:
         """The first row found truncated or with a wrong checksum, in words; "" = none."""

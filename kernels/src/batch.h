@@ -19,6 +19,7 @@
 
 #include "format.h"
 #include "layer_keys.h"
+#include "metrics.h"
 #include "read_queue.h"
 #include "row_cache.h"
 #include "tables.h"
@@ -83,6 +84,7 @@ struct EngineShared {
   std::atomic<std::uint64_t> in_flight_bytes{0};
   std::array<LaneTotals, kLanes> totals;
   std::atomic<std::uint64_t> checksum_errors{0};  // of rows read
+  ConvertMetrics converted;
 
   LaneTotals& totals_of(Lane lane) { return totals[static_cast<std::size_t>(lane)]; }
 

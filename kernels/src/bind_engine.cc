@@ -339,6 +339,13 @@ void bind_engine(nb::module_& m) {
           "totals",
           [](const Engine& engine, Lane lane) { return stats_tuple(engine.totals(lane)); },
           nb::arg("lane"))
+      .def(
+          "converted",
+          [](const Engine& engine, Format format) {
+            const ConvertMetrics::Total total = engine.converted().total(format);
+            return std::pair(total.ns, total.bytes);
+          },
+          nb::arg("format"))
       .def_prop_ro("checksum_errors", &Engine::checksum_errors)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "arrays.h"
+#include "bind_metrics.h"
 #include "bindings.h"
 #include "process.h"
 #include "reader.h"
@@ -48,17 +49,6 @@ nb::dict counters(const Reader& reader) {
   to["truncated"] = from.truncated.load();
   to["errors"] = from.errors.load();
   return to;
-}
-
-nb::tuple histogram(const Histogram& from) {
-  nb::list counts;
-  for (const std::uint64_t count : from.counts()) counts.append(count);
-  return nb::make_tuple(counts, from.sum_ns());
-}
-
-bool is_empty(const Histogram& histogram) {
-  const auto counts = histogram.counts();
-  return std::ranges::all_of(counts, [](std::uint64_t count) { return count == 0; });
 }
 
 // (file, table or -1, lane, counts, sum in ns) of all that has been read.

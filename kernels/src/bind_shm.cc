@@ -15,6 +15,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bind_metrics.h"
 #include "bindings.h"
 #include "process.h"
 #include "shm_client.h"
@@ -123,8 +124,29 @@ nb::dict counts_of(const shm::Server& server) {
   to["clients"] = counts.clients;
   to["bytes"] = counts.bytes;
   to["requests"] = counts.requests;
-  to["failed"] = counts.failed;
   return to;
+}
+
+// Requests that were not answered with rows, by status.
+nb::dict failures_of(const shm::Server& server) {
+  const shm::Server::Counts counts = server.counts();
+  nb::dict to;
+  for (std::size_t status = 0; status < counts.failures.size(); ++status) {
+    if (counts.failures[status] != 0) to[nb::int_(status)] = counts.failures[status];
+  }
+  return to;
+}
+
+// (lane, format, counts, sum in ns) of all that were.
+nb::list latencies_of(const shm::Server& server) {
+  nb::list all;
+  for (const Lane lane : kAllLanes) {
+    for (const Format format : kAllFormats) {
+      const Histogram& from = server.lookups().answered(lane, format);
+      if (!is_empty(from)) all.append(nb::make_tuple(lane, format) + histogram(from));
+    }
+  }
+  return all;
 }
 
 // A contiguous object's bytes, for as long as this lives.
@@ -221,6 +243,8 @@ void bind_server(nb::module_& m) {
       .def_prop_ro("idle", &shm::Server::idle)
       .def("close", &shm::Server::close, nb::call_guard<nb::gil_scoped_release>())
       .def("counts", &counts_of)
+      .def("failures", &failures_of)
+      .def("latencies", &latencies_of)
       .def_prop_ro("damage", &shm::Server::damage)
       .def("take_notes", &shm::Server::take_notes);
 }

@@ -102,8 +102,10 @@ std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, 
   }
   const std::uint64_t request = next_tag_.fetch_add(1, std::memory_order_relaxed);
   HitCopier copier(*shared_, hash_, keys, order.columns, order.positions, format, request);
+  const std::int64_t began_ns = now_ns();
   const std::optional<BatchStats> stats = copier.copy(out);
   if (stats) {
+    shared_->converted.add(format, now_ns() - began_ns, copier.bytes());
     shared_->cache->counters().hits.fetch_add(stats->groups, std::memory_order_relaxed);
     shared_->totals_of(order.lane).add(*stats);
   }

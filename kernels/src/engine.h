@@ -87,6 +87,7 @@ class Engine {
   BatchStats totals(Lane lane) const {
     return shared_->totals[static_cast<std::size_t>(lane)].sum();
   }
+  const ConvertMetrics& converted() const { return shared_->converted; }
   std::uint64_t checksum_errors() const { return shared_->checksum_errors.load(); }
   RowCache* cache() const { return shared_->cache.get(); }  // null: none
   const Tables& tables() const { return shared_->tables; }

@@ -17,6 +17,9 @@ enum class RowKind : std::uint8_t { fp4 = 0, fp8 = 1 };
 
 // What a lookup returns: `packed` is the table's own bytes (codes, then scales).
 enum class Format : std::uint8_t { packed = 0, packed_fp8 = 1, bf16 = 2, fp32 = 3 };
+inline constexpr std::size_t kFormats = 4;
+inline constexpr Format kAllFormats[kFormats] = {Format::packed, Format::packed_fp8, Format::bf16,
+                                                 Format::fp32};
 
 constexpr std::size_t code_bytes(RowKind kind) {
   return kind == RowKind::fp4 ? kRowValues / 2 : kRowValues;

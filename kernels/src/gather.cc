@@ -46,6 +46,7 @@ std::size_t Batch::gathered_bytes(std::size_t first, std::size_t count, Format f
 void Batch::gather(std::size_t first, std::size_t count, Format format, std::byte* out) const {
   const std::size_t bytes = gathered_bytes(first, count, format);
   if (bytes == 0) return;
+  const std::int64_t began_ns = now_ns();
   std::vector<RowOutput> outputs;
   for (const LayerRows& rows : layers_) outputs.emplace_back(rows.table->table.kind, format, bytes);
   for (std::size_t position = first; position < first + count; ++position) {
@@ -56,6 +57,7 @@ void Batch::gather(std::size_t first, std::size_t count, Format format, std::byt
     }
   }
   RowOutput::finish();
+  shared_->converted.add(format, now_ns() - began_ns, bytes);
 }
 
 std::byte* Batch::gather_groups(const LayerRows& rows, std::size_t position,
@@ -119,6 +121,7 @@ const std::byte* Batch::row(const LayerRows& rows, std::size_t position, std::si
 void Batch::pick(std::size_t layer, std::span<const std::int64_t> picks, Format format,
                  std::byte* out) const {
   const std::size_t bytes = row_bytes(layer, format);
+  const std::int64_t began_ns = now_ns();
   const LayerRows& rows = layers_[layer];
   const ConvertRow convert = row_converter(rows.table->table.kind, format);
   const std::size_t packed = packed_bytes(rows.table->table.kind);
@@ -143,6 +146,7 @@ void Batch::pick(std::size_t layer, std::span<const std::int64_t> picks, Format 
       std::memset(out, 0, bytes);
     }
   }
+  shared_->converted.add(format, now_ns() - began_ns, picks.size() * bytes);
 }
 
 }  // namespace engram

@@ -21,10 +21,9 @@ HitCopier::HitCopier(const EngineShared& shared, const GroupHash& hash,
       request_(request),
       rows_(positions * keys.size() * columns.count()),
       left_(positions * keys.size() * columns.groups()) {
-  std::size_t bytes = 0;
   for (const LayerKeys& layer : keys) {
     const Table& table = shared.tables[shared.tables.number_of(layer.layer)].table;
-    bytes += positions * columns.count() * output_bytes(table.kind, format);
+    bytes_ += positions * columns.count() * output_bytes(table.kind, format);
   }
   layers_.reserve(keys.size());
   for (const LayerKeys& layer : keys) {
@@ -33,7 +32,7 @@ HitCopier::HitCopier(const EngineShared& shared, const GroupHash& hash,
     layers_.push_back({.keys = &layer,
                        .number = number,
                        .rows = table.rows,
-                       .output = RowOutput(table.kind, format, bytes)});
+                       .output = RowOutput(table.kind, format, bytes_)});
   }
 }
 

@@ -23,6 +23,8 @@ class HitCopier {
   // Copies all rows as Batch::gather() lays them out. None when a batch must do it: then some of
   // `out` may have been written.
   std::optional<BatchStats> copy(std::byte* out);
+  // Of all rows.
+  std::size_t bytes() const { return bytes_; }
 
  private:
   struct Layer {
@@ -56,6 +58,7 @@ class HitCopier {
   std::uint64_t request_;
   std::vector<Layer> layers_;
   std::uint64_t rows_;
+  std::size_t bytes_ = 0;
   std::byte* out_ = nullptr;
 
   // Of the next group to be staged.

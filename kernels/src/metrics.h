@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "format.h"
 #include "read.h"
 
 namespace engram {
@@ -47,6 +48,49 @@ class Histogram {
  private:
   std::array<std::atomic<std::uint64_t>, kBuckets> counts_{};
   std::atomic<std::uint64_t> sum_ns_{0};
+};
+
+// How long lookups took that were answered with rows.
+class LookupMetrics {
+ public:
+  Histogram& answered(Lane lane, Format format) { return answered_[place(lane, format)]; }
+  const Histogram& answered(Lane lane, Format format) const {
+    return answered_[place(lane, format)];
+  }
+
+ private:
+  static std::size_t place(Lane lane, Format format) {
+    return static_cast<std::size_t>(lane) * kFormats + static_cast<std::size_t>(format);
+  }
+
+  std::array<Histogram, kLanes * kFormats> answered_;
+};
+
+// What it takes to hand rows over: copied out of memory, and converted unless they stay packed.
+class ConvertMetrics {
+ public:
+  struct Total {
+    std::uint64_t ns = 0;
+    std::uint64_t bytes = 0;  // of what was written
+  };
+
+  void add(Format format, std::int64_t ns, std::uint64_t bytes) {
+    Counts& counts = counts_[static_cast<std::size_t>(format)];
+    counts.ns.fetch_add(static_cast<std::uint64_t>(ns), std::memory_order_relaxed);
+    counts.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  Total total(Format format) const {
+    const Counts& counts = counts_[static_cast<std::size_t>(format)];
+    return {.ns = counts.ns.load(), .bytes = counts.bytes.load()};
+  }
+
+ private:
+  // Threads that gather in different formats do not wait for each other's line.
+  struct alignas(64) Counts {
+    std::atomic<std::uint64_t> ns{0};
+    std::atomic<std::uint64_t> bytes{0};
+  };
+  std::array<Counts, kFormats> counts_;
 };
 
 // Where the time of reads goes.

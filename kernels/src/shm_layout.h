@@ -37,6 +37,7 @@ enum class Status : std::uint32_t {
   unavailable = 14,
   data_loss = 15,
 };
+inline constexpr std::size_t kStatuses = 16;
 
 // ----------------------------------------------------------------------------------- the socket
 

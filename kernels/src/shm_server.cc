@@ -84,7 +84,8 @@ void Server::close() {
 
 Server::Counts Server::counts() const {
   const std::lock_guard lock(mutex_);
-  Counts counts{.requests = totals_.requests.load(), .failed = totals_.failed.load()};
+  Counts counts{.requests = totals_.requests.load()};
+  for (std::size_t i = 0; i < kStatuses; ++i) counts.failures[i] = totals_.failures[i].load();
   for (const auto& [fd, client] : clients_) {
     if (!client.session) continue;
     ++counts.clients;

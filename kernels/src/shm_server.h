@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -42,11 +43,12 @@ class Server {
 
   struct Counts {
     std::uint64_t clients = 0;
-    std::uint64_t bytes = 0;     // of their memory files
-    std::uint64_t requests = 0;  // since start
-    std::uint64_t failed = 0;    // of these, not answered with rows
+    std::uint64_t bytes = 0;                          // of their memory files
+    std::uint64_t requests = 0;                       // since start
+    std::array<std::uint64_t, kStatuses> failures{};  // of these, not answered with rows
   };
   Counts counts() const;
+  const LookupMetrics& lookups() const { return totals_.lookups; }
   // The first row that could not be what the table holds; empty: none.
   std::string damage() const { return serving_.damage(); }
   // What an operator should know, since the last call: clients that were shown out, and why.

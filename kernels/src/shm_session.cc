@@ -143,7 +143,7 @@ void Session::cancel(const Entry& entry) {
     });
     if (found == works.end()) continue;
     (*found)->end(Status::cancelled, "the client gave the request up");
-    complete((*found)->entry(), (*found)->outcome());
+    complete(**found);
     works.erase(found);
     return;
   }
@@ -159,7 +159,7 @@ bool Session::work_on(Works& works) {
     const Work::Step step = (*at)->step();
     if (step == Work::Step::waits) continue;
     if (step == Work::Step::over) {
-      complete((*at)->entry(), (*at)->outcome());
+      complete(**at);
       works.erase(at);
     }
     return true;
@@ -179,10 +179,18 @@ void Session::give_up() {
   for (Works& works : works_) {
     for (const std::unique_ptr<Work>& work : works) {
       work->end(Status::unavailable, kShuttingDown);
-      complete(work->entry(), work->outcome());
+      complete(*work);
     }
     works.clear();
   }
+}
+
+// Counted before the client can know, so that what it was told is in what it reads next.
+void Session::complete(const Work& work) {
+  if (work.outcome().status == Status::ok) {
+    scope_.totals.lookups.answered(work.lane(), work.format()).add(now_ns() - work.began_ns());
+  }
+  complete(work.entry(), work.outcome());
 }
 
 void Session::complete(const Entry& entry, const Work::Outcome& outcome) {
@@ -198,7 +206,10 @@ void Session::complete(const Entry& entry, const Work::Outcome& outcome) {
   std::memcpy(out.message.data(), outcome.sentence.data(), length);
   busy_[entry.slot] = false;
   under_way_.fetch_sub(1);
-  if (outcome.status != Status::ok) scope_.totals.failed.fetch_add(1, std::memory_order_relaxed);
+  if (outcome.status != Status::ok) {
+    auto& failures = scope_.totals.failures[static_cast<std::size_t>(outcome.status)];
+    failures.fetch_add(1, std::memory_order_relaxed);
+  }
   shared(out.serial).store(entry.serial);
   if (shared(out.client_waits).load() != 0) futex_wake(out.serial);
 }

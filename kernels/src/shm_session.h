@@ -70,6 +70,7 @@ class Session {
   bool work_on(Works& works);
   void rest();
   void give_up();
+  void complete(const Work& work);
   void complete(const Entry& entry, const Work::Outcome& outcome);
   void break_off(const std::string& why);
   bool has_entries() const;

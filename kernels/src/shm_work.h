@@ -2,6 +2,7 @@
 // into the client's memory. In steps of about a millisecond, so that others get their turn.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,6 +15,7 @@
 #include <span>
 #include <string>
 
+#include "metrics.h"
 #include "shm_serving.h"
 
 namespace engram::shm {
@@ -23,7 +25,9 @@ using Clock = std::chrono::steady_clock;
 // What all clients of a server share.
 struct Totals {
   std::atomic<std::uint64_t> requests{0};
-  std::atomic<std::uint64_t> failed{0};
+  // Of these, not answered with rows, by Status; the first stays 0.
+  std::array<std::atomic<std::uint64_t>, kStatuses> failures{};
+  LookupMetrics lookups;
 };
 
 // What the works of one client share. Of its thread alone, but for `ring`.
@@ -58,6 +62,8 @@ class Work {
   Clock::time_point look_again() const;
 
   Lane lane() const { return lane_; }
+  Format format() const { return static_cast<Format>(entry_.format); }
+  std::int64_t began_ns() const { return began_ns_; }
   const Entry& entry() const { return entry_; }
 
   struct Outcome {
@@ -94,6 +100,7 @@ class Work {
   Scope& scope_;
   const std::shared_ptr<const Served> served_;
   Entry entry_;
+  std::int64_t began_ns_ = now_ns();
   std::uint64_t rows_;
   Lane lane_;
   std::optional<Clock::time_point> deadline_;

@@ -77,4 +77,27 @@ TEST_CASE("files, tables and lanes are counted apart, tables beyond those known 
   CHECK(metrics.device(1, kNoTable, Lane::decode).counts()[0] == before + 1);
 }
 
+TEST_CASE("lookups are counted by lane and format, conversions by format") {
+  LookupMetrics lookups;
+  ConvertMetrics converted;
+  std::uint64_t number = 0;
+  for (const Lane lane : kAllLanes) {
+    for (const Format format : kAllFormats) {
+      lookups.answered(lane, format).add(1000, ++number);
+      converted.add(format, 7, number);
+    }
+  }
+  number = 0;
+  for (const Lane lane : kAllLanes) {
+    for (const Format format : kAllFormats) {
+      CHECK(lookups.answered(lane, format).counts()[0] == ++number);
+    }
+  }
+  for (std::uint64_t i = 0; i < kFormats; ++i) {
+    const ConvertMetrics::Total total = converted.total(kAllFormats[i]);
+    CHECK(total.ns == 7 * kLanes);
+    CHECK(total.bytes == (i + 1) + (i + 5) + (i + 9));
+  }
+}
+
 }  // namespace engram::test

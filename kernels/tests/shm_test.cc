@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -171,6 +172,50 @@ TEST_CASE("threads share a client, and clients a server") {
   CHECK(wrong.load() == 0);
   CHECK(world.server->counts().clients == 2);
   CHECK(world.server->counts().requests == 400);
+}
+
+TEST_CASE("every request is counted once, by how it ended, before its client hears of it") {
+  const ShmWorld world(true);
+  const auto client = world.attach();
+  const auto answered = [&](Lane lane, Format format) {
+    const auto counts = world.server->lookups().answered(lane, format).counts();
+    return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  };
+  const auto ask = [&](const RowsAsked& asked, Format format, Lane lane) {
+    shm::Call call = asked.call();
+    call.entry.format = static_cast<std::uint8_t>(format);
+    call.entry.lane = 1 + static_cast<std::uint8_t>(lane);
+    call.payload_bytes = asked.ids.size() * output_bytes(RowKind::fp4, format);
+    const auto ticket = client->submit(call, soon());
+    REQUIRE(ticket->wait(soon(), kNoSpin));
+    return ticket->status();
+  };
+  std::uint64_t number = 0;
+  for (const Lane lane : kAllLanes) {
+    for (const Format format : kAllFormats) {
+      for (std::uint64_t i = 0; i <= number; ++i) {
+        CHECK(ask({.layer = 1, .ids = {1, 2}}, format, lane) == shm::Status::ok);
+        CHECK(answered(lane, format) == i + 1);
+      }
+      ++number;
+    }
+  }
+  CHECK(ask({.layer = 7, .ids = {1}}, Format::bf16, Lane::decode) == shm::Status::invalid_argument);
+  CHECK(ask({.layer = kPacked, .ids = {1003}}, Format::packed, Lane::decode) ==
+        shm::Status::data_loss);
+  const auto refused = client->submit({.entry = {.kind = shm::Kind{9}}}, soon());
+  REQUIRE(refused->wait(soon(), kNoSpin));
+  const shm::Server::Counts counts = world.server->counts();
+  std::array<std::uint64_t, shm::kStatuses> expected{};
+  expected[static_cast<std::size_t>(shm::Status::invalid_argument)] = 2;
+  expected[static_cast<std::size_t>(shm::Status::data_loss)] = 1;
+  CHECK(counts.failures == expected);
+  CHECK(counts.requests == number * (number + 1) / 2 + 3);
+  std::uint64_t all = 0;
+  for (const Lane lane : kAllLanes) {
+    for (const Format format : kAllFormats) all += answered(lane, format);
+  }
+  CHECK(all == number * (number + 1) / 2);
 }
 
 TEST_CASE("a full server refuses, and a client that leaves makes room") {
