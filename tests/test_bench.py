@@ -35,6 +35,7 @@ RESULTS = {
         "grpc_decode_vs_echo",
     },
     "rss": {"rss_over_budget_mib"},
+    "metrics": {"metrics_read_share", "metrics_lookup_share", "metrics_scrape_share"},
     "engine": {"engine_rss_growth_mib"},
     "convert": {"convert_vs_copy"},
 }

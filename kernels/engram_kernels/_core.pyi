@@ -550,6 +550,10 @@ def probe_io_uring() -> dict[str, Any]:
     """Set up a ring as the reader does: {"ok": bool, "errno": int, "reason": words, "" when ok,
     "setup_flags": IORING_SETUP_* names without the prefix}."""
 
+def recording_ns(reads: int, together: int) -> float:
+    """What counting a read and its latencies costs, in ns: of so many reads, those that come together sharing a look at
+    the clock. For bench/metrics.py. Raises ValueError when `together` is 0."""
+
 def statx_dioalign(path: str) -> tuple[int, int]:
     """(memory alignment, offset alignment) that statx reports; (0, 0) when it reports none."""
 

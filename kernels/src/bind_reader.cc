@@ -101,6 +101,29 @@ auto read_items(Reader& reader, const InputArray<std::uint32_t, 1>& file,
   return errors.release({count});
 }
 
+// What recording a read costs, in ns, when so many come together and share a look at the clock.
+double recording_ns(std::uint64_t reads, std::uint64_t together) {
+  if (together == 0) throw std::invalid_argument("at least one read comes together");
+  nb::gil_scoped_release unlocked;
+  ReadMetrics metrics(1);
+  ReadCounters counters;
+  constexpr auto relaxed = std::memory_order_relaxed;
+  const std::int64_t began = now_ns();
+  for (std::uint64_t done = 0; done < reads; done += together) {
+    // As ReadQueue::claim(), the backend and count_end() do it.
+    const std::int64_t claimed = now_ns();
+    metrics.queued(Lane::decode).add(claimed - began, together);
+    const std::int64_t ended = now_ns();
+    for (std::uint64_t read = 0; read < together; ++read) {
+      counters.reads.fetch_add(1, relaxed);
+      counters.read_bytes.fetch_add(512, relaxed);
+      counters.needed_bytes.fetch_add(140, relaxed);
+      metrics.device(0, 0, Lane::decode).add(ended - claimed + 80'000);
+    }
+  }
+  return static_cast<double>(now_ns() - began) / static_cast<double>(counters.reads.load());
+}
+
 nb::dict probe_io_uring() {
   const RingProbe probe = probe_ring();
   nb::list flags;
@@ -179,6 +202,7 @@ void bind_reader(nb::module_& m) {
   m.attr("READ_BUFFER_BYTES") = kSlotBytes;
   m.def("error_text", &error_text, nb::arg("error"));
   m.def("probe_io_uring", &probe_io_uring);
+  m.def("recording_ns", &recording_ns, nb::arg("reads"), nb::arg("together"));
   m.def("statx_dioalign", &dioalign, nb::arg("path"));
   m.def("hardware_queues", &hardware_queues, nb::arg("path"));
 }
