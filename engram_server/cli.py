@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engram_server import __version__
+from engram_server import __version__, logs
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
 from engram_server.run import run_command
@@ -114,6 +114,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
     from engram_server.shared_memory import SharedMemoryOptions
 
     serving.resolve(options)
+    logs.set_up(options.log_format, logging.DEBUG if options.verbose else logs.level_of(options.log_level))
     if options.path is None:
         raise ConfigError(
             "there is no PATH to serve: name it on the command line, in ENGRAM_SERVE_PATH, or as `path` in the file "
@@ -371,11 +372,28 @@ def _add_serving(sub: Any) -> Configurable:
         help="bring the row groups it names into the cache after the start, in the background; it is saved again "
         "every ten minutes and at the end, from what the cache holds then",
     )
+    _add_logging(sub)
     _add_recording(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
     return Configurable(sub, "serve")
+
+
+def _add_logging(sub: Any) -> None:
+    sub.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default="text",
+        help="of the log on stderr: text (default), or json, one object a line. A fault that repeats is one line a "
+        "minute, with the number of those left out",
+    )
+    sub.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default="info",
+        help="the least that is logged (info); -v means debug",
+    )
 
 
 def _add_recording(sub: Any) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_server.locks import lock_unfinished
+from engram_server.logs import ONE_BY_ONE
 from engram_server.lookup import GROUP_ROWS, Block
 from engram_server.memory import TableState
 
@@ -158,7 +159,13 @@ def read_hot_set(path: Path, tables: Mapping[int, TableState], groups_max: int) 
             if table is not None and table.digest == digest:
                 found.append(_groups(path, file, offset, layer, id_bytes, groups, min(groups, groups_max)))
             else:
-                log.warning("%s has %d groups of another table of layer %d: ignored", path, groups, layer)
+                log.warning(
+                    "%s has %d groups of another table of layer %d: ignored",
+                    path,
+                    groups,
+                    layer,
+                    extra=ONE_BY_ONE,
+                )
             offset += groups * _entry_bytes(id_bytes)
     return found
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
+from engram_server.logs import ONE_BY_ONE
 from engram_server.machine import examine_machine
 from engram_server.spec import EngramSpec
 from engram_server.tables.checkpoint import PlaneRef, TableRef
@@ -346,7 +347,7 @@ def _warn_of(reader: _core.Reader) -> None:
         )
     for file in reader.files:
         if not file.direct:
-            log.warning("%s is read through the page cache: %s", file.path, file.reason)
+            log.warning("%s is read through the page cache: %s", file.path, file.reason, extra=ONE_BY_ONE)
 
 
 def _engine_tables(copies: Sequence[OpenedTables], first_file: int = 0) -> list[_core.Table]:

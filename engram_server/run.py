@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+
+log = logging.getLogger("engram_server")
 
 
 def run_command(program: str, options: argparse.Namespace) -> int:
-    """Call `options.run`. Returns its exit status; 1 after a sentence on stderr, 130 after Ctrl-C.
+    """Call `options.run`. Returns its exit status; 1 after a sentence on stderr or in a JSON log, 130 after Ctrl-C.
 
     Raises what is our own bug.
     """
@@ -22,7 +25,10 @@ def run_command(program: str, options: argparse.Namespace) -> int:
     except Exception as error:
         if not is_operators(error):
             raise
-        print(f"{program} {options.command}: {sentence_of(error)}", file=sys.stderr)
+        if getattr(options, "log_format", "text") == "json":
+            log.critical("%s", sentence_of(error))
+        else:
+            print(f"{program} {options.command}: {sentence_of(error)}", file=sys.stderr)
         return 1
 
 

@@ -330,8 +330,8 @@ class Engine:
     def totals(self, lane: Lane) -> tuple[int, int, int, int, int, int, int]:
         """Batch.stats of all batches and hits of a lane since the start, those that failed included."""
     def converted(self, format: Format) -> tuple[int, int]:
-        """(ns, bytes) since the start: time that threads spent copying and converting rows into answers of a format, and
-        what they wrote. With rows that copy_hits copied, the time of looking them up."""
+        """(ns, bytes) since the start: time that threads spent copying and converting rows into answers of a format,
+        and what they wrote. With rows that copy_hits copied, the time of looking them up."""
     @property
     def checksum_errors(self) -> int:
         """Records read that are not the row they should be."""
