@@ -17,6 +17,7 @@ from typing import Any
 from engram_server import __version__, logs
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
+from engram_server.pinning import cpu_list, node_name, pin
 from engram_server.run import run_command
 from engram_server.sizes import parse_size
 
@@ -120,6 +121,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             "there is no PATH to serve: name it on the command line, in ENGRAM_SERVE_PATH, or as `path` in the file "
             "of --config"
         )
+    pin(options.cpus, options.numa_node, options.path)
     shared_memory = SharedMemoryOptions(
         socket={"auto": "auto", "off": None}.get(options.shm, Path(options.shm)),
         clients=options.shm_clients,
@@ -373,11 +375,28 @@ def _add_serving(sub: Any) -> Configurable:
         "every ten minutes and at the end, from what the cache holds then",
     )
     _add_logging(sub)
+    _add_pinning(sub)
     _add_recording(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
     return Configurable(sub, "serve")
+
+
+def _add_pinning(sub: Any) -> None:
+    sub.add_argument(
+        "--cpus",
+        type=cpu_list,
+        metavar="LIST",
+        help="run on these CPUs alone, such as 0-3,8",
+    )
+    sub.add_argument(
+        "--numa-node",
+        type=node_name,
+        metavar="N|auto",
+        help="run on the CPUs of a NUMA node (unless --cpus names others) and take memory there first; auto: that of "
+        "the drive with the tables",
+    )
 
 
 def _add_logging(sub: Any) -> None:

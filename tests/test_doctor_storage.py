@@ -173,6 +173,17 @@ def test_a_partition_is_described_as_its_disk(sysfs: Sysfs, number: str) -> None
     )
 
 
+def test_a_disk_is_on_the_numa_node_of_its_slot(sysfs: Sysfs) -> None:
+    slot = sysfs.root / "devices/pci0000:40/0000:41:00.0"
+    disk = sysfs.add("259:5", "nvme0n1", {"size": "8"}, parent="pci0000:40/0000:41:00.0/nvme/nvme0")
+    (disk / "device").symlink_to(disk.parent)
+    for said, node in (("1", 1), ("-1", None), ("0", 0)):
+        (slot / "numa_node").write_text(said + "\n")
+        assert sysfs.describe("259:5").numa_node == node
+        (finding,) = sysfs.explain("259:5")
+        assert (f", NUMA node {node}," in finding.text) == (node is not None)
+
+
 def test_a_volume_lists_the_disks_under_it(sysfs: Sysfs) -> None:
     nvme(sysfs)
     partition = sysfs.root / "devices/nvme0n1/nvme0n1p1"

@@ -110,6 +110,8 @@ class Device:
     physical_block_bytes: int
     lower: tuple[Device, ...]
     """The disks under a volume."""
+    numa_node: int | None = None
+    """That it is attached to."""
 
 
 def find_mount(path: Path, proc: Path = Path("/proc")) -> Mount | None:
@@ -177,7 +179,17 @@ def _describe_node(node: Path) -> Device:
         lower=tuple(_describe_node(slave.resolve()) for slave in sorted(slaves.iterdir()))
         if slaves.is_dir()
         else (),
+        numa_node=_numa_node(node),
     )
+
+
+def _numa_node(node: Path) -> int | None:
+    """Of the nearest device above that has one: for a PCI drive, that of its slot. -1 in sysfs is none."""
+    above = (node / "device").resolve()
+    for place in (above, *above.parents):
+        if (number := _number(place / "numa_node")) is not None:
+            return number
+    return None
 
 
 def _detail(node: Path) -> str:
@@ -232,6 +244,8 @@ def device_text(device: Device) -> str:
     if device.hardware_queues is not None:
         queues = plural(device.hardware_queues, "hardware queue")
         facts.append(queues + (f" of {device.queue_requests} requests" if device.queue_requests else ""))
+    if device.numa_node is not None:
+        facts.append(f"NUMA node {device.numa_node}")
     if device.scheduler:
         facts.append(f"scheduler {device.scheduler}")
     facts.append(
