@@ -15,12 +15,14 @@ import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
+from engram_server.admin import AdminServer, Reload
 from engram_server.device import DeviceConverter, check_name, open_converter
 from engram_server.hotset_keeper import HotSetKeeper
 from engram_server.http import HttpServer
@@ -28,6 +30,8 @@ from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.metrics import MemoryCollector, ServerMetrics
 from engram_server.recorder import RecordOptions
+from engram_server.refusals import Refusals
+from engram_server.security import Security, SecurityOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
@@ -64,6 +68,10 @@ class ServeOptions:
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
     metrics: str | None = None
     """HOST:PORT for /metrics, /healthz and /readyz over HTTP; port 0 takes a free one. None: none."""
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+    """What callers over TCP must bring."""
+    admin: Path | None = None
+    """UNIX socket for the administrator. None: none."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -74,6 +82,7 @@ def serve(options: ServeOptions) -> int:
     Prints one line to stdout when ready. Raises ServeError, DeviceError, and what Memory.open raises.
     """
     check_name(options.device)
+    security = Security(options.security, Refusals())
     options = replace(options, shared_memory=_shared_memory(options))
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     claims = options.shared_memory.claims()
@@ -84,18 +93,24 @@ def serve(options: ServeOptions) -> int:
         if options.memory.hot_set is not None:
             keeper = HotSetKeeper(memory, options.memory.hot_set)
             closing.callback(keeper.close)
-        asyncio.run(_serve(options, memory, keeper, converter))
+        asyncio.run(_serve(options, memory, keeper, converter, security))
     log.info("stopped")
     return 0
 
 
 async def _serve(
-    options: ServeOptions, memory: Memory, keeper: HotSetKeeper | None, converter: DeviceConverter | None
+    options: ServeOptions,
+    memory: Memory,
+    keeper: HotSetKeeper | None,
+    converter: DeviceConverter | None,
+    security: Security,
 ) -> None:
     stop = _stop_signals()
     async with AsyncExitStack() as closing:
         server = grpc.aio.server(
-            options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
+            interceptors=security.interceptors(),
+            options=_channel_options(options),
+            maximum_concurrent_rpcs=options.limits.concurrent_rpcs,
         )
         status = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
@@ -103,11 +118,12 @@ async def _serve(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         metrics = ServerMetrics(memory)
+        metrics.registry.register(security.refusals)
         health_state = _Health(status, metrics.server)
         service = EngramService(memory, options.limits, health_state.damaged, converter, metrics.lookups)
         closing.callback(service.close)
         service.register(server)
-        addresses = _bind(server, options)
+        addresses = _bind(server, options, security)
         if options.record is not None:
             closing.push_async_callback((await service.record(options.record)).close)
         channel = open_channel(
@@ -122,18 +138,33 @@ async def _serve(
             closing.callback(channel.close)
             service.advertise(channel.info())
             metrics.server.channel = channel
+            security.refusals.strangers = lambda: channel.counts()["strangers"]
         http = None
         if options.metrics is not None:
             http = HttpServer(
-                options.metrics, metrics.registry, health_state.not_alive, health_state.not_ready
+                options.metrics,
+                metrics.registry,
+                health_state.not_alive,
+                health_state.not_ready,
+                security.refusals,
             )
             closing.callback(http.close)
+        reload = _reload_on_hangup(security)
+        if options.admin is not None:
+            admin = AdminServer(
+                options.admin,
+                reload,
+                lambda: _status(options, memory, addresses, health_state, security),
+                security.refusals,
+            )
+            closing.callback(admin.close)
         await server.start()
         await health_state.serving()
-        print(_ready_line(options, memory, addresses, channel, http), flush=True)
+        print(_ready_line(options, memory, addresses, channel, http, security), flush=True)
         loading = asyncio.create_task(_log_loading(memory))
         watching = asyncio.create_task(_watch(memory, channel, health_state))
-        for task in (loading, watching):
+        callers = asyncio.create_task(security.watch())
+        for task in (loading, watching, callers):
             closing.callback(task.cancel)
         if keeper is not None:
             keeper.start()
@@ -170,6 +201,54 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def _reload_on_hangup(security: Security) -> Reload:
+    """What SIGHUP does from now on, for others to do as well."""
+
+    async def reload() -> str:
+        return security.reload() or "nothing that is read again: there are no certificates and no tokens"
+
+    async def reload_and_log() -> None:
+        try:
+            log.info("read again: %s", await reload())
+        except ServeError as error:
+            log.error("nothing was read again, and all stays as it was: %s", error)
+
+    running = set()
+
+    def hung_up() -> None:
+        task = asyncio.create_task(reload_and_log())
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
+    return reload
+
+
+def _status(
+    options: ServeOptions, memory: Memory, addresses: list[str], health_state: _Health, security: Security
+) -> dict[str, Any]:
+    """For the administrator."""
+    return {
+        "version": engram_server.__version__,
+        "path": str(options.path),
+        "addresses": addresses,
+        "security": security.summary,
+        "ready": not health_state.not_ready(),
+        "not_ready": health_state.not_ready(),
+        "backend": memory.reader.backend,
+        "backend_reason": memory.reader.reason,
+        "tables": [
+            {
+                "layer": layer,
+                "kind": table.kind.name.lower(),
+                "rows": table.rows,
+                "digest": table.digest.hex(),
+            }
+            for layer, table in memory.tables.items()
+        ],
+    }
 
 
 async def _log_loading(memory: Memory) -> None:
@@ -284,7 +363,7 @@ def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
+def _bind(server: grpc.aio.Server, options: ServeOptions, security: Security) -> list[str]:
     """Bind every address asked for; returns them as clients would name them."""
     if options.listen is None and options.uds is None:
         raise ServeError("there is nothing to listen on: give an address, a UNIX socket or both")
@@ -296,10 +375,14 @@ def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
                 f"cannot listen on {options.listen!r}: expected HOST:PORT, such as {DEFAULT_LISTEN}"
             )
         try:
-            bound = server.add_insecure_port(options.listen)
+            if security.certificates is None:
+                bound = server.add_insecure_port(options.listen)
+            else:
+                bound = server.add_secure_port(options.listen, security.certificates.credentials())
         except RuntimeError as error:
             raise ServeError(f"cannot listen on {options.listen}: {_bind_reason(host, int(port))}") from error
         addresses.append(f"{host}:{bound}")
+        security.warn_of(addresses[-1])
     if options.uds is not None:
         if odd := sorted(set(str(options.uds)) & set("%?#")):
             raise ServeError(
@@ -341,6 +424,7 @@ def _ready_line(
     addresses: list[str],
     channel: SharedMemoryChannel | None,
     http: HttpServer | None,
+    security: Security,
 ) -> str:
     tables = ", ".join(
         f"layer {layer} {table.kind.name.lower()} {table.rows:,} rows"
@@ -354,6 +438,8 @@ def _ready_line(
         f"{tables}; backend {reader.backend} ({reader.reason}); scales {scales.mode} ({scales.reason}); "
         + ("tables load into memory" if memory.options.resident else kept)
         + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
+        + (f"; {security.summary} over TCP" if security.summary and options.listen is not None else "")
+        + ("" if options.admin is None else f"; administered at {options.admin}")
         + ("" if http is None else f"; metrics at http://{http.address}/metrics")
         + ("" if options.record is None else f"; recording to {options.record.path}")
     )

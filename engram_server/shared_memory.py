@@ -88,7 +88,8 @@ class SharedMemoryChannel:
         )
 
     def counts(self) -> dict[str, int]:
-        """clients and bytes now; requests, and those of them that failed, since the start."""
+        """clients and bytes now; since the start requests, those of them that failed, and strangers: who came with a
+        uid that may not attach."""
         return self._native.counts()
 
     def look(self) -> str:

@@ -117,6 +117,7 @@ nb::dict counts_of(const shm::Server& server) {
   to["bytes"] = counts.bytes;
   to["requests"] = counts.requests;
   to["failed"] = counts.failed;
+  to["strangers"] = counts.strangers;
   return to;
 }
 

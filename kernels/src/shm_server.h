@@ -38,9 +38,10 @@ class Server {
 
   struct Counts {
     std::uint64_t clients = 0;
-    std::uint64_t bytes = 0;     // of their memory files
-    std::uint64_t requests = 0;  // since start
-    std::uint64_t failed = 0;    // of these, not answered with rows
+    std::uint64_t bytes = 0;      // of their memory files
+    std::uint64_t requests = 0;   // since start
+    std::uint64_t failed = 0;     // of these, not answered with rows
+    std::uint64_t strangers = 0;  // who came with a uid that may not attach, since start
   };
   Counts counts() const;
   // The first row that could not be what the table holds; empty: none.
@@ -86,6 +87,7 @@ class Server {
   std::map<int, Client> clients_;  // by socket
   std::vector<std::string> notes_;
 
+  std::atomic<std::uint64_t> strangers_{0};
   std::atomic<bool> draining_{false};
   std::atomic<bool> stopping_{false};
   std::mutex closing_;  // held by close() throughout
