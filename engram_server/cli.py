@@ -461,8 +461,8 @@ def _add_security(sub: Any) -> None:
         "--tokens",
         type=Path,
         metavar="FILE",
-        help="lines of NAME TOKEN: calls over --listen must bring one of the tokens. SIGHUP and `reload` read it and the "
-        "files of --tls again",
+        help="lines of NAME TOKEN: calls over --listen must bring one of the tokens. SIGHUP and `reload` read it "
+        "again, as they do the files of TLS",
     )
 
 

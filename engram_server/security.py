@@ -72,7 +72,7 @@ class Security:
         if self._options.tls is not None:
             parts.append("TLS" if self._options.tls.client_ca is None else "TLS with certificates of clients")
         if self.tokens is not None:
-            parts.append(f"{len(self.tokens)} tokens")
+            parts.append(_count(self.tokens))
         return " and ".join(parts)
 
     def warn_of(self, listen: str) -> None:
@@ -94,7 +94,7 @@ class Security:
             taken.append("certificates")
         if tokens is not None:
             self.tokens = tokens
-            taken.append(f"{len(tokens)} tokens")
+            taken.append(_count(tokens))
         return " and ".join(taken)
 
     async def watch(self) -> None:
@@ -217,6 +217,10 @@ async def _only(requests: AsyncIterator[Any], context: Context) -> Any:
         return request
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call brought no request")
     return None
+
+
+def _count(tokens: Tokens) -> str:
+    return f"{len(tokens)} token{'' if len(tokens) == 1 else 's'}"
 
 
 def _is_loopback(host: str) -> bool:

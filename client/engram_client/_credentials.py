@@ -29,7 +29,9 @@ class Credentials:
 
     @classmethod
     def of(cls, targets: Sequence[str], tls: Tls | None, token: Token | str | None) -> Credentials:
-        """Raises ValueError where a token would be sent for everybody to read, and OSError for an unreadable file."""
+        """Raises ValueError where a token would be sent for everybody to read, and for what is no token, certificate or
+        key; OSError for an unreadable file.
+        """
         if isinstance(token, str):
             token = Token(token)
         if token is not None and tls is None and not token.plaintext:
@@ -40,8 +42,11 @@ class Credentials:
                         "(Token.plaintext, --token-plaintext)"
                     )
         credentials = cls(tls, token)
-        credentials.channel()  # what cannot be read is better said now
-        credentials.bearer("")
+        credentials.channel()
+        if tls is not None:
+            _check(tls)
+        if token is not None:
+            Bearer(token)
         return credentials
 
     def channel(self) -> grpc.ChannelCredentials | None:
@@ -74,6 +79,27 @@ class Bearer:
             with suppress(OSError, ValueError):
                 self._metadata = _metadata(self._file.read_text(), self._file)
         return self._metadata
+
+
+def _check(tls: Tls) -> None:
+    """gRPC would take anything, and never connect."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    def password() -> str:
+        raise ValueError(f"the key in {tls.key} is encrypted: give one without a password")
+
+    try:
+        if tls.ca is not None:
+            context.load_verify_locations(tls.ca)
+    except ssl.SSLError as error:
+        raise ValueError(f"{tls.ca} holds no certificates of CAs in PEM") from error
+    try:
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key, password)
+    except ssl.SSLError as error:
+        raise ValueError(f"{tls.cert} and {tls.key} are no certificate and its key in PEM") from error
 
 
 def _metadata(text: str, file: Path | None) -> tuple[tuple[str, str], ...]:
