@@ -17,6 +17,7 @@ from typing import Any
 from engram_server import __version__, logs
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
+from engram_server.credentials import add_credentials, credentials_of
 from engram_server.pinning import cpu_list, node_name, pin
 from engram_server.run import run_command
 from engram_server.sizes import parse_size
@@ -143,8 +144,45 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             grace_s=options.grace_s,
             metrics=None if options.metrics == "none" else options.metrics,
             device=options.device,
+            security=_security(options),
+            admin=options.admin,
         )
     )
+
+
+def _security(options: argparse.Namespace) -> Any:
+    from engram_server.certificates import TlsFiles
+    from engram_server.security import SecurityOptions
+
+    cert, key, client_ca = options.tls_cert, options.tls_key, options.tls_client_ca
+    if (cert is None) != (key is None):
+        raise ConfigError("TLS needs a certificate and its key: give both --tls-cert and --tls-key")
+    if cert is None and client_ca is not None:
+        raise ConfigError(
+            "--tls-client-ca asks for certificates, which takes TLS: give --tls-cert and --tls-key, too"
+        )
+    if options.listen == "none" and (cert is not None or options.tokens is not None):
+        raise ConfigError("certificates and tokens are for --listen, which is none")
+    return SecurityOptions(None if cert is None else TlsFiles(cert, key, client_ca), options.tokens)
+
+
+def _reload(options: argparse.Namespace) -> int:
+    return _ask(options, "POST", "/reload")
+
+
+def _status(options: argparse.Namespace) -> int:
+    return _ask(options, "GET", "/status")
+
+
+def _ask(options: argparse.Namespace, method: str, what: str) -> int:
+    from engram_server.admin import ask
+    from engram_server.sockets import ServeError
+
+    status, text = ask(options.socket, method, what)
+    if status != 200:
+        raise ServeError(text)
+    print(text)
+    return 0
 
 
 def _warm(options: argparse.Namespace) -> int:
@@ -174,7 +212,7 @@ def _lookup(options: argparse.Namespace) -> int:
     from engram_server import lookup_command
 
     memory = _memory_options(options)
-    with lookup_command.open_target(options.target, memory) as source:
+    with lookup_command.open_target(options.target, memory, credentials_of(options)) as source:
         if options.rows is not None:
             layer, ids = options.rows
             found = source.lookup_rows(layer, ids, format=options.format)
@@ -237,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_hash(command)
     _add_serve(command)
     _add_config(command)
+    _add_admin(command)
     _add_warm(command)
     _add_lookup(command)
     _add_doctor(command)
@@ -336,6 +375,23 @@ def _add_config(command: Callable[..., Any]) -> None:
     sub.set_defaults(run=partial(_config, _add_serving(sub)))
 
 
+_RELOAD = """\
+Asks a server to read again what may be replaced while it serves; prints what it took. Nothing is dropped meanwhile.
+When something is wrong with it, all stays as it was, the exit status is 1, and a sentence says why.
+
+  engram-server serve /models/DeepSeek-V4.1-Flash --admin /run/engram.admin ...
+  engram-server reload /run/engram.admin"""
+
+
+def _add_admin(command: Callable[..., Any]) -> None:
+    for name, run, summary, details in (
+        ("reload", _reload, "have a server read its files again", _RELOAD),
+        ("status", _status, "show what a server serves", "Prints JSON."),
+    ):
+        sub = command(name, run, summary, details)
+        sub.add_argument("socket", type=Path, metavar="SOCKET", help="what --admin of `serve` says")
+
+
 def _add_serving(sub: Any) -> Configurable:
     sub.add_argument(
         "path",
@@ -376,6 +432,13 @@ def _add_serving(sub: Any) -> Configurable:
     )
     _add_logging(sub)
     _add_pinning(sub)
+    sub.add_argument(
+        "--admin",
+        type=Path,
+        metavar="FILE",
+        help="UNIX socket for `reload` and `status`, for root and the server's own user (none)",
+    )
+    _add_security(sub)
     _add_recording(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
@@ -412,6 +475,31 @@ def _add_logging(sub: Any) -> None:
         choices=logs.LEVELS,
         default="info",
         help="the least that is logged (info); -v means debug",
+    )
+
+
+def _add_security(sub: Any) -> None:
+    sub.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="certificate of the server in PEM, and those between it and its CA: TLS for --listen",
+    )
+    sub.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="its private key in PEM, without a password"
+    )
+    sub.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="CAs in PEM: clients must have a certificate of one of them",
+    )
+    sub.add_argument(
+        "--tokens",
+        type=Path,
+        metavar="FILE",
+        help="lines of NAME TOKEN: calls over --listen must bring one of the tokens. SIGHUP and `reload` read it "
+        "again, as they do the files of TLS",
     )
 
 
@@ -532,6 +620,7 @@ def _add_lookup(command: Callable[..., Any]) -> None:
     sub.add_argument("--output", type=Path, metavar="FILE.npy", help="write the rows here")
     sub.add_argument("--json", action="store_true", help="print JSON; with the rows unless --output is given")
     _add_tokenizer(sub)
+    add_credentials(sub)
     _add_reading(sub, "for a checkpoint TARGET", cache_bytes=0)
     sub.set_defaults(hot_set=None)
 

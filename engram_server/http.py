@@ -1,4 +1,7 @@
-"""The HTTP port for those who run a server: `/metrics`, and `/healthz` and `/readyz` for whoever restarts or routes."""
+"""The HTTP port for those who run a server: `/metrics`, and `/healthz` and `/readyz` for whoever restarts or routes.
+
+Anybody who reaches it may read; what changes the server is asked for elsewhere (admin.py).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from engram_server.refusals import Refusals
 from engram_server.sockets import ServeError
 
 log = logging.getLogger("engram_server")
@@ -33,6 +37,7 @@ class HttpServer:
         registry: CollectorRegistry,
         not_alive: Callable[[], str],
         not_ready: Callable[[], str],
+        refusals: Refusals,
     ) -> None:
         """not_alive says in words why a restart is needed, not_ready why no lookups should come now; "" = neither.
 
@@ -42,11 +47,12 @@ class HttpServer:
         if not host or not port.isdecimal() or int(port) > 65_535:
             raise ServeError(f"cannot show metrics at {listen!r}: expected HOST:PORT, such as 127.0.0.1:9464")
         try:
-            self._server = _Server(host.strip("[]"), int(port))
+            self._server = _MetricsServer((host.strip("[]"), int(port)), _MetricsHandler)
         except (OSError, TypeError, UnicodeError) as error:  # the last two: of a host that is no name
             reason = getattr(error, "strerror", None) or error
             raise ServeError(f"cannot show metrics at {listen}: {reason}") from error
-        self._server.registry, self._server.not_alive, self._server.not_ready = registry, not_alive, not_ready
+        self._server.registry, self._server.refusals = registry, refusals
+        self._server.not_alive, self._server.not_ready = not_alive, not_ready
         self.address = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="engram-http", daemon=True)
         self._thread.start()
@@ -58,16 +64,14 @@ class HttpServer:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
-    registry: CollectorRegistry
-    not_alive: Callable[[], str]
-    not_ready: Callable[[], str]
+class Server(ThreadingHTTPServer):
+    """Answers few at once."""
 
-    def __init__(self, host: str, port: int) -> None:
-        if ":" in host:
-            self.address_family = socket.AF_INET6
+    refusals: Refusals
+
+    def __init__(self, address: Any, handler: type[Handler]) -> None:
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
-        super().__init__((host, port), _Handler)
+        super().__init__(address, handler)
 
     def server_bind(self) -> None:
         """Without the name look-up of HTTPServer, which may take as long as name servers do."""
@@ -91,14 +95,41 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is no news."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            log.exception("a request for metrics failed")
+            log.exception("a request over HTTP failed")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class Handler(BaseHTTPRequestHandler):
+    """Says little of itself."""
+
     timeout = _SILENCE_S
     server_version = "engram-server"
     sys_version = ""
+
+    def answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        """The whole of it."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape every few seconds is no news."""
+
+
+class _MetricsServer(Server):
+    registry: CollectorRegistry
+    not_alive: Callable[[], str]
+    not_ready: Callable[[], str]
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
+
+class _MetricsHandler(Handler):
+    server: _MetricsServer
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
@@ -108,8 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._say(self.server.not_alive(), "alive")
             case "/readyz":
                 self._say(self.server.not_ready(), "ready")
+            case "/reload" | "/status":
+                self._not_here()
             case _:
-                self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+                self.answer(404, b"there are /metrics, /healthz and /readyz\n")
 
     def _metrics(self) -> None:
         encode, kind = choose_encoder(self.headers.get("Accept", ""))
@@ -117,19 +150,17 @@ class _Handler(BaseHTTPRequestHandler):
             body = encode(self.server.registry)
         except Exception:
             log.exception("metrics could not be collected")
-            self._answer(500, b"metrics could not be collected: see the server's log\n")
+            self.answer(500, b"metrics could not be collected: see the server's log\n")
         else:
-            self._answer(200, body, kind)
+            self.answer(200, body, kind)
 
     def _say(self, trouble: str, well: str) -> None:
-        self._answer(503 if trouble else 200, f"{trouble or well}\n".encode())
+        self.answer(503 if trouble else 200, f"{trouble or well}\n".encode())
 
-    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def do_POST(self) -> None:
+        self._not_here()
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """A scrape every few seconds is no news."""
+    def _not_here(self) -> None:
+        text = "a server is administered at the UNIX socket of --admin, not here"
+        self.server.refusals.refused("admin_over_tcp", str(self.client_address[0]), text)
+        self.answer(403, f"{text}\n".encode())

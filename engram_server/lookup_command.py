@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_client import EngramClient, EngramMemory, Lookup
+from engram_client._targets import parse_targets
+from engram_server.credentials import Credentials
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.tokens import TokenMapError, encode, installed_tokenizer, read_token_map
 
@@ -21,14 +23,15 @@ _PREVIEW_VALUES = 8
 Source: TypeAlias = EngramClient | EngramMemory
 
 
-def open_target(target: str, options: MemoryOptions) -> Source:
+def open_target(target: str, options: MemoryOptions, credentials: Credentials) -> Source:
     """A checkpoint path opened in this process, or a client of a server."""
     if not target.startswith("unix:") and ("/" in target or Path(target).exists()):
         return EngramMemory(Memory.open(Path(target), options))
     try:
-        return EngramClient(target)
+        parse_targets(target)
     except ValueError as error:
         raise ValueError(f"{error}; nor is there a checkpoint of that name") from None
+    return EngramClient(target, **credentials)
 
 
 def tokens_of(source: Source, target: str, tokenizer: Path | None, text: str) -> list[int]:

@@ -10,16 +10,17 @@ from typing import TypeAlias
 
 from prometheus_client import Counter
 
+from engram_server.logs import ONE_BY_ONE
 from engram_server.run import is_operators, sentence_of
 
 log = logging.getLogger("engram_server")
 
 Part: TypeAlias = Callable[[], Awaitable[str]]
-"""Opens its files anew and says what it has now. On an error it goes on with those it had."""
+"""Opens its files anew and says what it has now, "" = it has none. On an error it goes on with those it had."""
 
 
 class ReloadError(Exception):
-    """What was not reloaded, and why, in sentences; the rest was."""
+    """What was not reloaded, and why, a line for each part; the others were."""
 
 
 class Reloader:
@@ -39,7 +40,7 @@ class Reloader:
             self._asked = asyncio.create_task(self._as_asked())
 
     async def reload(self) -> str:
-        """Reload now; what there is afterwards, in sentences. Raises ReloadError."""
+        """Reload now; what there is afterwards, a line for each part. Raises ReloadError."""
         async with self._turn:
             return await self._reload()
 
@@ -63,7 +64,8 @@ class Reloader:
         done, refused = [], []
         for part in self._parts:
             try:
-                done.append(await part())
+                if has := await part():
+                    done.append(has)
             except Exception as error:
                 if is_operators(error):
                     refused.append(sentence_of(error))
@@ -73,8 +75,8 @@ class Reloader:
         for sentence in done:
             log.info("reloaded: %s", sentence)
         for sentence in refused:
-            log.error("not reloaded: %s", sentence)
+            log.error("not reloaded, and as it was: %s", sentence, extra=ONE_BY_ONE)
         self._reloads.labels("refused" if refused else "done").inc()
         if refused:
-            raise ReloadError("; ".join(refused))
-        return "; ".join(done)
+            raise ReloadError("\n".join(refused))
+        return "\n".join(done)

@@ -17,12 +17,14 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import engram_server
+from engram_server.admin import AdminServer
 from engram_server.device import check_name
 from engram_server.generation import Generation, Tables
 from engram_server.health import Health
@@ -31,7 +33,9 @@ from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.metrics import MemoryCollector, ServerMetrics
 from engram_server.recorder import RecordOptions
+from engram_server.refusals import Refusals
 from engram_server.reload import Reloader
+from engram_server.security import Security, SecurityOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
@@ -66,6 +70,10 @@ class ServeOptions:
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
     metrics: str | None = None
     """HOST:PORT for /metrics, /healthz and /readyz over HTTP; port 0 takes a free one. None: none."""
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+    """What callers over TCP must bring."""
+    admin: Path | None = None
+    """UNIX socket for the administrator. None: none."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -76,6 +84,7 @@ def serve(options: ServeOptions) -> int:
     Prints one line to stdout when ready. Raises ServeError, DeviceError, and what Memory.open raises.
     """
     check_name(options.device)
+    security = Security(options.security, Refusals())
     options = replace(options, shared_memory=_shared_memory(options))
     # Until tables are open there is nothing to reload, nor a reason to die of being asked to.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -85,16 +94,18 @@ def serve(options: ServeOptions) -> int:
     )
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with closing(tables):
-        asyncio.run(_serve(options, tables))
+        asyncio.run(_serve(options, tables, security))
     log.info("stopped")
     return 0
 
 
-async def _serve(options: ServeOptions, tables: Tables) -> None:
+async def _serve(options: ServeOptions, tables: Tables, security: Security) -> None:
     stop = _stop_signals()
     async with AsyncExitStack() as stack:
         server = grpc.aio.server(
-            options=_channel_options(options), maximum_concurrent_rpcs=options.limits.concurrent_rpcs
+            interceptors=security.interceptors(),
+            options=_channel_options(options),
+            maximum_concurrent_rpcs=options.limits.concurrent_rpcs,
         )
         status = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
@@ -107,8 +118,9 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
         service = EngramService(tables.current, options.limits, metrics.lookups)
+        metrics.registry.register(security.refusals)
         service.register(server)
-        addresses = _bind(server, options)
+        addresses = _bind(server, options, security)
         if options.record is not None:
             stack.push_async_callback((await service.record(options.record)).close)
         channel = open_channel(
@@ -123,6 +135,7 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
             stack.callback(channel.close)
             service.advertise(channel.info())
             metrics.server.channel = channel
+            security.refusals.strangers = lambda: channel.counts()["strangers"]
 
         def turn_over(generation: Generation) -> None:
             generation.start(options.limits, _on_damage(tables, generation.memory, condition))
@@ -136,20 +149,35 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
             if channel is not None:
                 await channel.settled()
 
-        reloader = Reloader([lambda: tables.reopen(turn_over, settled)], metrics.reloads)
+        reloader = Reloader([security.reload, lambda: tables.reopen(turn_over, settled)], metrics.reloads)
         stack.push_async_callback(reloader.close)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
         http = None
         if options.metrics is not None:
-            http = HttpServer(options.metrics, metrics.registry, condition.not_alive, condition.not_ready)
+            http = HttpServer(
+                options.metrics,
+                metrics.registry,
+                condition.not_alive,
+                condition.not_ready,
+                security.refusals,
+            )
             stack.callback(http.close)
+        if options.admin is not None:
+            admin = AdminServer(
+                options.admin,
+                reloader.reload,
+                lambda: _status(options, tables.current.memory, addresses, condition, security),
+                security.refusals,
+            )
+            stack.callback(admin.close)
         condition.serving()
         await server.start()
-        print(_ready_line(options, tables.current.memory, addresses, channel, http), flush=True)
+        print(_ready_line(options, tables.current.memory, addresses, channel, http, security), flush=True)
         for task in (
             asyncio.create_task(_log_loading(tables)),
             asyncio.create_task(_beat(condition)),
             asyncio.create_task(_watch(tables, channel, condition, metrics.server)),
+            asyncio.create_task(security.watch()),
         ):
             stack.callback(task.cancel)
         tables.current.keep_hot_set()
@@ -196,6 +224,31 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def _status(
+    options: ServeOptions, memory: Memory, addresses: list[str], condition: Health, security: Security
+) -> dict[str, Any]:
+    """For the administrator."""
+    return {
+        "version": engram_server.__version__,
+        "path": str(options.path),
+        "addresses": addresses,
+        "security": security.summary,
+        "ready": not condition.not_ready(),
+        "not_ready": condition.not_ready(),
+        "backend": memory.reader.backend,
+        "backend_reason": memory.reader.reason,
+        "tables": [
+            {
+                "layer": layer,
+                "kind": table.kind.name.lower(),
+                "rows": table.rows,
+                "digest": table.digest.hex(),
+            }
+            for layer, table in memory.tables.items()
+        ],
+    }
 
 
 async def _log_loading(tables: Tables) -> None:
@@ -287,7 +340,7 @@ def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
+def _bind(server: grpc.aio.Server, options: ServeOptions, security: Security) -> list[str]:
     """Bind every address asked for; returns them as clients would name them."""
     if options.listen is None and options.uds is None:
         raise ServeError("there is nothing to listen on: give an address, a UNIX socket or both")
@@ -299,10 +352,14 @@ def _bind(server: grpc.aio.Server, options: ServeOptions) -> list[str]:
                 f"cannot listen on {options.listen!r}: expected HOST:PORT, such as {DEFAULT_LISTEN}"
             )
         try:
-            bound = server.add_insecure_port(options.listen)
+            if security.certificates is None:
+                bound = server.add_insecure_port(options.listen)
+            else:
+                bound = server.add_secure_port(options.listen, security.certificates.credentials())
         except RuntimeError as error:
             raise ServeError(f"cannot listen on {options.listen}: {_bind_reason(host, int(port))}") from error
         addresses.append(f"{host}:{bound}")
+        security.warn_of(addresses[-1])
     if options.uds is not None:
         if odd := sorted(set(str(options.uds)) & set("%?#")):
             raise ServeError(
@@ -344,11 +401,14 @@ def _ready_line(
     addresses: list[str],
     channel: SharedMemoryChannel | None,
     http: HttpServer | None,
+    security: Security,
 ) -> str:
     return (
         f"engram-server {engram_server.__version__} serves {options.path} on {' and '.join(addresses)}: "
         + memory.summary()
         + ("; no shared memory" if channel is None else f"; shared memory at {channel.path}")
+        + (f"; {security.summary} over TCP" if security.summary and options.listen is not None else "")
+        + ("" if options.admin is None else f"; administered at {options.admin}")
         + ("" if http is None else f"; metrics at http://{http.address}/metrics")
         + ("" if options.record is None else f"; recording to {options.record.path}")
     )

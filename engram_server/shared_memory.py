@@ -97,7 +97,7 @@ class SharedMemoryChannel:
             await asyncio.sleep(_IDLE_POLL_S)
 
     def counts(self) -> dict[str, int]:
-        """clients and bytes now; requests since the start."""
+        """clients and bytes now; since the start requests, and strangers: who came with a uid that may not attach."""
         return self._native.counts()
 
     def failures(self) -> dict[int, int]:

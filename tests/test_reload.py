@@ -263,7 +263,7 @@ def test_what_cannot_be_opened_changes_nothing(
         reload(server)
         load.more(10)
     log = server.log.read_text()
-    assert log.count("not reloaded: ") == 3
+    assert log.count("not reloaded, ") == 3
     assert shard.name in log
 
 

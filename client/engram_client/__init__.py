@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engram_client._aio import AsyncEngramClient
 from engram_client._aio_stream import AsyncLookupStream
-from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts
+from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts, Tls, Token
 from engram_client._description import (
     CacheFacts,
     Description,
@@ -27,6 +27,7 @@ from engram_client._description import (
     TableFacts,
 )
 from engram_client._errors import (
+    AuthenticationError,
     DataLossError,
     DeadlineError,
     EngramError,
@@ -50,6 +51,7 @@ __all__ = [
     "NO_RETRY",
     "AsyncEngramClient",
     "AsyncLookupStream",
+    "AuthenticationError",
     "CacheFacts",
     "DataLossError",
     "DeadlineError",
@@ -81,6 +83,8 @@ __all__ = [
     "Stats",
     "TableFacts",
     "Timeouts",
+    "Tls",
+    "Token",
     "UnavailableError",
     "UnsupportedError",
     "to_torch",

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from engram_client._aio_pool import AsyncPool
 from engram_client._aio_stream import AsyncLookupStream
-from engram_client._config import Limits, Retry, Timeouts
+from engram_client._config import Limits, Retry, Timeouts, Tls, Token
+from engram_client._credentials import Credentials
 from engram_client._description import Description
 from engram_client._query import LookupMethods, PrefetchMethods, Query
 from engram_client._result import Lookup, Prefetched
@@ -32,10 +33,19 @@ class AsyncEngramClient(
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
         limits: Limits | None = None,
+        tls: Tls | None = None,
+        token: Token | str | None = None,
     ) -> None:
-        """Connects with the first call. Raises ValueError for a target that is not one."""
+        """Connects with the first call. Arguments and errors are those of EngramClient."""
         self._limits = limits or Limits()
-        self._pool = AsyncPool(parse_targets(targets), timeouts or Timeouts(), retry or Retry(), self._limits)
+        parsed = parse_targets(targets)
+        self._pool = AsyncPool(
+            parsed,
+            timeouts or Timeouts(),
+            retry or Retry(),
+            self._limits,
+            Credentials.of(parsed, tls, token),
+        )
 
     async def describe(self, *, timeout: float | None = None) -> Description:
         """Ask the server what it serves, now."""

@@ -10,9 +10,10 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from engram_client._channel import Identity, channel_options, stub
+from engram_client._channel import Identity, channel_options, open_aio_channel, stub
 from engram_client._codec import Assembler, expect, must_stream, prefetched_from, request_message
 from engram_client._config import Limits, Retry, Timeouts
+from engram_client._credentials import Credentials
 from engram_client._description import Description, description_from
 from engram_client._errors import DeadlineError, EngramError, ProtocolError, UnavailableError, from_rpc
 from engram_client._payload import Chunk
@@ -34,15 +35,22 @@ class AsyncChunkCall(Protocol):
 class AsyncConnection:
     """One target: a channel, which reconnects by itself, and what is known of the server behind it."""
 
-    def __init__(self, target: str, timeouts: Timeouts, limits: Limits, identity: Identity) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeouts: Timeouts,
+        limits: Limits,
+        identity: Identity,
+        credentials: Credentials,
+    ) -> None:
         """Call on the loop that will use it."""
         self.target = target
         self._timeouts = timeouts
         self._limits = limits
         self._identity = identity
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(limits, timeouts))
+        self._channel = open_aio_channel(target, channel_options(limits, timeouts), credentials)
         # The generated stub serves both kinds of channel; its types know the other one.
-        self._stub = stub(self._channel)
+        self._stub = stub(self._channel, credentials.bearer(target))
         self._description: Description | None = None
 
     async def describe(self, attempts: Attempts) -> Description:
@@ -116,8 +124,16 @@ async def _only(request: pb.LookupRequest) -> AsyncIterator[pb.LookupRequest]:
 class AsyncPool:
     """The connections of one client; the one in use is left for the next when its server fails."""
 
-    def __init__(self, targets: tuple[str, ...], timeouts: Timeouts, retry: Retry, limits: Limits) -> None:
+    def __init__(
+        self,
+        targets: tuple[str, ...],
+        timeouts: Timeouts,
+        retry: Retry,
+        limits: Limits,
+        credentials: Credentials,
+    ) -> None:
         self._targets = targets
+        self._credentials = credentials
         self._timeouts = timeouts
         self._retry = retry
         self._limits = limits
@@ -147,7 +163,7 @@ class AsyncPool:
             not self._connections and not self._closed
         ):  # not in __init__: a channel belongs to the running loop
             self._connections = [
-                AsyncConnection(target, self._timeouts, self._limits, self._identity)
+                AsyncConnection(target, self._timeouts, self._limits, self._identity, self._credentials)
                 for target in self._targets
             ]
         while not self._closed:

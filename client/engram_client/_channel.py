@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from engram_client._config import Limits, Timeouts
+from engram_client._credentials import Bearer, Credentials
 from engram_client._description import Description
 from engram_client._errors import MismatchError
 from engram_client._payload import CHUNKS, REPLIES
@@ -36,14 +37,47 @@ def channel_options(limits: Limits, timeouts: Timeouts) -> list[tuple[str, int]]
     ]
 
 
-def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
-    """The methods of the service, where lookups answer with a Chunk or a Reply."""
+def open_channel(target: str, options: list[tuple[str, int]], credentials: Credentials) -> grpc.Channel:
+    """For threads. Raises OSError for certificates that cannot be read."""
+    tls = None if target.startswith("unix:") else credentials.channel()
+    if tls is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, tls, options=options)
+
+
+def open_aio_channel(
+    target: str, options: list[tuple[str, int]], credentials: Credentials
+) -> grpc.aio.Channel:
+    """For asyncio."""
+    tls = None if target.startswith("unix:") else credentials.channel()
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, tls, options=options)
+
+
+def stub(channel: grpc.Channel | grpc.aio.Channel, bearer: Bearer | None) -> Any:
+    """The methods of the service, where lookups answer with a Chunk or a Reply, and calls bring a token."""
     methods: Any = pb_grpc.EngramStub(channel)  # type: ignore[no-untyped-call]
     serialize = pb.LookupRequest.SerializeToString
     name = f"/{pb.DESCRIPTOR.services_by_name['Engram'].full_name}/"
     methods.Lookup = channel.unary_unary(f"{name}Lookup", serialize, REPLIES.parse)
     methods.LookupStream = channel.stream_stream(f"{name}LookupStream", serialize, CHUNKS.parse)
-    return methods
+    return methods if bearer is None else _Bearing(methods, bearer)
+
+
+class _Bearing:
+    """The methods of a stub, each call with a token."""
+
+    def __init__(self, methods: Any, bearer: Bearer) -> None:
+        for name in ("Describe", "Lookup", "LookupStream", "Prefetch"):
+            setattr(self, name, _bearing(getattr(methods, name), bearer))
+
+
+def _bearing(method: Any, bearer: Bearer) -> Any:
+    def call(request: Any, timeout: float | None = None) -> Any:
+        return method(request, timeout=timeout, metadata=bearer.metadata())
+
+    return call
 
 
 class Identity:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 
@@ -75,3 +76,35 @@ class SharedMemory:
             raise ValueError(f"shared memory is {self.use!r}; expected auto, off or require")
         if self.data_bytes <= 0 or self.spin_us < 0:
             raise ValueError("shared memory needs room, and cannot spin for a negative time")
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS for targets over TCP; files in PEM, read when a connection is set up for the first time."""
+
+    ca: Path | None = None
+    """CAs of servers to trust; None: those that gRPC brings."""
+    cert: Path | None = None
+    """Certificate of this client, for a server that asks for one."""
+    key: Path | None = None
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a client's certificate needs its key, and a key its certificate: give both")
+
+
+@dataclass(frozen=True)
+class Token:
+    """What tells a server who calls. Sent to targets over TCP alone: who may open a UNIX socket needs none."""
+
+    text: str | None = field(default=None, repr=False)
+    """The token itself."""
+    file: Path | None = None
+    """Or a file that holds nothing else; it is read again after it was replaced."""
+    plaintext: bool = False
+    """Send it without TLS to another host as well, readable for whoever listens in between."""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.file is None):
+            raise ValueError("a token is given as its text or as a file: one of the two")

@@ -7,6 +7,7 @@ EngramError
 ├── InvalidRequestError   the request is malformed, out of range or too large; also a ValueError
 ├── MismatchError         the server serves another table, token map or protocol version than relied on
 ├── DataLossError         a row could not be read: damaged or truncated table
+├── AuthenticationError   the server wants a token, and the one it got, if any, is not one it knows
 ├── UnsupportedError      the server is too old for it, or set up without it (no row cache, say)
 ├── ProtocolError         a reply that contradicts the request or itself; none of it was used
 └── ServerError           anything else the server failed with; `code` says what
@@ -52,6 +53,10 @@ class DataLossError(EngramError):
     """A row could not be read. Other rows may be fine."""
 
 
+class AuthenticationError(EngramError):
+    """The server does not let this client in: it brought no token, or one that does not count there."""
+
+
 class UnsupportedError(EngramError):
     """The server does not offer this: an older version, or a part that is switched off."""
 
@@ -73,6 +78,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: MismatchError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
 }
 _WRITE_FAILED = "Internal error from Core"

@@ -9,11 +9,13 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from engram_client._channel import Identity, channel_options, stub
+from engram_client._channel import Identity, channel_options, open_channel, stub
 from engram_client._codec import Assembler, Expected, expect, must_stream, prefetched_from, request_message
 from engram_client._config import Limits, Retry, SharedMemory, Timeouts
+from engram_client._credentials import Credentials
 from engram_client._description import Description, description_from
 from engram_client._errors import (
+    AuthenticationError,
     DeadlineError,
     EngramError,
     InvalidRequestError,
@@ -48,6 +50,7 @@ class Connection:
         limits: Limits,
         identity: Identity,
         shared_memory: SharedMemory,
+        credentials: Credentials,
     ) -> None:
         self.target = target
         self.silence_s = timeouts.keepalive_s
@@ -55,8 +58,8 @@ class Connection:
         self._timeouts = timeouts
         self._limits = limits
         self._identity = identity
-        self._channel = grpc.insecure_channel(target, options=channel_options(limits, timeouts))
-        self._stub = stub(self._channel)
+        self._channel = open_channel(target, channel_options(limits, timeouts), credentials)
+        self._stub = stub(self._channel, credentials.bearer(target))
         self._description: Description | None = None
 
     def describe(self, attempts: Attempts) -> Description:
@@ -84,8 +87,8 @@ class Connection:
         """Whether the server says so within that time."""
         try:
             self._stub.Describe(pb.DescribeRequest(), timeout=at_most_s)
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            return isinstance(from_rpc(error, self.target), AuthenticationError)  # it answers
         return True
 
     def lookup(self, query: Query, request_id: int, attempts: Attempts) -> Lookup:
@@ -176,10 +179,11 @@ class Pool:
         retry: Retry,
         limits: Limits,
         shared_memory: SharedMemory,
+        credentials: Credentials,
     ) -> None:
         identity = Identity()
         self._connections = [
-            Connection(target, timeouts, limits, identity, shared_memory) for target in targets
+            Connection(target, timeouts, limits, identity, shared_memory, credentials) for target in targets
         ]
         self._current = 0
         self._timeouts = timeouts

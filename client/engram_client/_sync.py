@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts
+from engram_client._config import NO_RETRY, Limits, Retry, SharedMemory, Timeouts, Tls, Token
+from engram_client._credentials import Credentials
 from engram_client._description import Description
 from engram_client._in_place import InPlaceLookups
 from engram_client._pool import Pool
@@ -37,13 +38,25 @@ class EngramClient(LookupMethods[Lookup], PrefetchMethods[Prefetched]):
         retry: Retry | None = None,
         limits: Limits | None = None,
         shared_memory: SharedMemory | Literal["auto", "off", "require"] = "auto",
+        tls: Tls | None = None,
+        token: Token | str | None = None,
     ) -> None:
-        """Connects with the first call. Raises ValueError for a target that is not one."""
+        """Connects with the first call. tls and token are for targets over TCP.
+
+        Raises ValueError for a target that is not one, and for a token that would cross a network without TLS; OSError
+        for files of `tls` and `token` that cannot be read.
+        """
         if not isinstance(shared_memory, SharedMemory):
             shared_memory = SharedMemory(shared_memory)
         self._limits = limits or Limits()
+        parsed = parse_targets(targets)
         self._pool = Pool(
-            parse_targets(targets), timeouts or Timeouts(), retry or Retry(), self._limits, shared_memory
+            parsed,
+            timeouts or Timeouts(),
+            retry or Retry(),
+            self._limits,
+            shared_memory,
+            Credentials.of(parsed, tls, token),
         )
 
     def describe(self, *, timeout: float | None = None) -> Description:

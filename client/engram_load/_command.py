@@ -27,6 +27,7 @@ from engram_load._run import Closed, Open, Plan, Recorded, Run, Stream
 from engram_load._summary import summary
 from engram_load._sweep import Objective, Sweep, parse_objective, parse_sweep, run_sweep
 from engram_load._target import Source, Target, transport_of
+from engram_server.credentials import credentials_of
 from engram_server.lookup_command import tokenizer_of
 from engram_server.memory import MemoryOptions
 from engram_server.sizes import parse_size
@@ -172,7 +173,14 @@ def _target(options: argparse.Namespace) -> Target:
         io_depth=options.io_depth,
         cache_bytes=parse_size(options.cache_bytes),
     )
-    return Target(options.target, transport_of(options.target), memory, options.format, options.timeout)
+    return Target(
+        options.target,
+        transport_of(options.target),
+        memory,
+        options.format,
+        options.timeout,
+        credentials_of(options),
+    )
 
 
 class _Bench:

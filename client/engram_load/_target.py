@@ -18,8 +18,10 @@ from engram_client import (
     UnavailableError,
 )
 from engram_client._query import BlockKeys, RowKeys, TokenKeys
+from engram_client._targets import parse_targets
 from engram_load._errors import LoadError
 from engram_load._patterns import Request
+from engram_server.credentials import Credentials
 from engram_server.memory import Memory, MemoryOptions
 
 Transport = Literal["gRPC over TCP", "gRPC over a UNIX socket", "shared memory", "embedded"]
@@ -40,6 +42,7 @@ class Target:
     """How an embedded one is opened."""
     format: Format = "packed"
     timeout_s: float | None = None
+    credentials: Credentials = field(default_factory=lambda: Credentials(tls=None, token=None))
 
     @property
     def path(self) -> Path | None:
@@ -60,6 +63,7 @@ class Target:
             address,
             retry=NO_RETRY,
             shared_memory=SharedMemory("require", data_bytes=_SHM_DATA_BYTES) if shared else "off",
+            **self.credentials,
         ) as client:
             try:
                 client.describe()
@@ -112,7 +116,7 @@ def transport_of(name: str) -> Transport:
 
 def _check_address(address: str, name: str) -> None:
     try:
-        EngramClient(address, shared_memory="off").close()
+        parse_targets(address)
     except ValueError as error:
         raise LoadError(
             f"{name!r} is no target: expected HOST:PORT, unix:PATH, shm:HOST:PORT or shm:unix:PATH, or the path of a "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_load._errors import LoadError
+from engram_server.credentials import add_credentials
 from engram_server.run import run_command
 
 _DESCRIPTION = """\
@@ -374,6 +375,7 @@ def _add_target(sub: Any) -> None:
     group.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="of one request, in seconds (120)"
     )
+    add_credentials(sub)
     embedded = sub.add_argument_group("a path as TARGET")
     embedded.add_argument("--cache-bytes", default="0", metavar="SIZE", help="of the row cache (0: none)")
     embedded.add_argument(

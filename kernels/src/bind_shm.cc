@@ -124,6 +124,7 @@ nb::dict counts_of(const shm::Server& server) {
   to["clients"] = counts.clients;
   to["bytes"] = counts.bytes;
   to["requests"] = counts.requests;
+  to["strangers"] = counts.strangers;
   return to;
 }
 

@@ -84,7 +84,7 @@ void Server::close() {
 
 Server::Counts Server::counts() const {
   const std::lock_guard lock(mutex_);
-  Counts counts{.requests = totals_.requests.load()};
+  Counts counts{.requests = totals_.requests.load(), .strangers = strangers_.load()};
   for (std::size_t i = 0; i < kStatuses; ++i) counts.failures[i] = totals_.failures[i].load();
   for (const auto& [fd, client] : clients_) {
     if (!client.session) continue;
@@ -208,6 +208,7 @@ void Server::greet(Client& client) {
 // Throws Refusal.
 void Server::attach(Client& client, const Hello& hello, Welcome& welcome) {
   if (!client.peer.may_attach(::geteuid())) {
+    strangers_.fetch_add(1);
     throw Refusal(Status::permission_denied,
                   "uid " + std::to_string(client.peer.uid) +
                       " may not attach: start the server with --shm-group for a group of it");

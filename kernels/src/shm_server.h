@@ -45,6 +45,7 @@ class Server {
     std::uint64_t clients = 0;
     std::uint64_t bytes = 0;                          // of their memory files
     std::uint64_t requests = 0;                       // since start
+    std::uint64_t strangers = 0;                      // came with a uid that may not attach
     std::array<std::uint64_t, kStatuses> failures{};  // of these, not answered with rows
   };
   Counts counts() const;
@@ -92,6 +93,7 @@ class Server {
   std::map<int, Client> clients_;  // by socket
   std::vector<std::string> notes_;
 
+  std::atomic<std::uint64_t> strangers_{0};
   std::atomic<bool> draining_{false};
   std::atomic<bool> stopping_{false};
   std::mutex closing_;  // held by close() throughout

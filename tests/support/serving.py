@@ -15,6 +15,7 @@ from typing import Any
 from engram_server.limits import Limits
 from engram_server.memory import MemoryOptions
 from engram_server.recorder import RecordOptions
+from engram_server.security import SecurityOptions
 from engram_server.server import ServeOptions
 from engram_server.shared_memory import SharedMemoryOptions
 
@@ -92,6 +93,8 @@ def serving(
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     record: RecordOptions | None = None,
+    security: SecurityOptions | None = None,
+    admin: Path | None = None,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -105,6 +108,8 @@ def serving(
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         metrics=metrics,
+        security=security or SecurityOptions(),
+        admin=admin,
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from engram_client._config import Retry, Timeouts
+from engram_client._config import Retry, Timeouts, Tls, Token
 from engram_client._sync import EngramClient
 from engram_client._targets import parse_targets
 
@@ -32,6 +33,12 @@ class Settings:
     all of it. inline: rows are fetched where the forward looks them up, which no CUDA graph may capture."""
     prefetch: bool = True
     """ENGRAM_SERVER_PREFETCH, 0 or 1: read a prompt's rows into the server's cache when the request arrives."""
+    tls: Tls | None = None
+    """ENGRAM_SERVER_TLS_CA, and ENGRAM_SERVER_TLS_CERT with ENGRAM_SERVER_TLS_KEY: files in PEM. TLS for targets over
+    TCP where any of them is set."""
+    token: Token | None = None
+    """ENGRAM_SERVER_TOKEN_FILE: a file with the token for targets over TCP. ENGRAM_SERVER_TOKEN_PLAINTEXT=1 sends it to
+    other hosts without TLS, too."""
     pins: Mapping[int, bytes] = field(default_factory=dict)
     """ENGRAM_SERVER_PIN, "1=<64 hex digits>,14=...": the digest each layer's table must have, as
     `engram-server inspect` prints it. Takes the place of a comparison with the tables of the engine's checkpoint."""
@@ -50,6 +57,8 @@ class Settings:
             wait_s=_seconds(environment, "WAIT_S", _WAIT_S),
             lookup=_mode(environment),
             prefetch=_switch(environment, "PREFETCH", True),
+            tls=_tls(environment),
+            token=_token(environment),
             pins=_pins(environment.get(f"{_PREFIX}PIN", "")),
         )
 
@@ -69,6 +78,8 @@ class Settings:
             self.targets,
             timeouts=Timeouts(request_s=self.wait_s + _SLOW_S),
             retry=Retry(wait_for_server_s=self.wait_s),
+            tls=self.tls,
+            token=self.token,
         )
 
 
@@ -83,6 +94,24 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
     if not 0.0 <= seconds < float("inf"):
         raise ValueError(f"{_PREFIX}{name} is {text!r}; expected seconds, zero or more")
     return seconds
+
+
+def _path(environment: Mapping[str, str], name: str) -> Path | None:
+    text = environment.get(_PREFIX + name, "").strip()
+    return Path(text) if text else None
+
+
+def _tls(environment: Mapping[str, str]) -> Tls | None:
+    ca, cert, key = (_path(environment, f"TLS_{name}") for name in ("CA", "CERT", "KEY"))
+    if (cert is None) != (key is None):
+        raise ValueError(f"{_PREFIX}TLS_CERT needs {_PREFIX}TLS_KEY, and the other way round: set both")
+    return None if ca is None and cert is None else Tls(ca, cert, key)
+
+
+def _token(environment: Mapping[str, str]) -> Token | None:
+    file = _path(environment, "TOKEN_FILE")
+    plaintext = _switch(environment, "TOKEN_PLAINTEXT", False)
+    return None if file is None else Token(file=file, plaintext=plaintext)
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
