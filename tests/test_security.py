@@ -500,7 +500,7 @@ def test_tokens_are_replaced_while_streams_go_on(guarded: ServerProcess, tokens:
         written(tokens, f"alice {new}\nbob {BOB}\n")
         assert right(truth, client), "a file counts once it is read again"
         guarded.process.send_signal(signal.SIGHUP)
-        until(lambda: "read again: 2 tokens" in guarded.log.read_text())
+        until(lambda: "reloaded: 2 tokens" in guarded.log.read_text())
         with pytest.raises(AuthenticationError):
             client.lookup([1])
         assert same(stream.lookup([7]).result().values, truth.values(truth.ids([7]), "bf16"))
@@ -698,7 +698,7 @@ def test_over_tcp_nobody_administers(guarded: ServerProcess) -> None:
         assert (status, text) == (403, "a server is administered at the UNIX socket of --admin, not here\n")
     assert refusals(guarded) == {"admin_over_tcp": 4}
     assert guarded.log.read_text().count("refused (admin_over_tcp) 127.0.0.1: a server is administered") == 1
-    assert "read again" not in guarded.log.read_text()
+    assert "reloaded: " not in guarded.log.read_text()
 
 
 def by_stranger(call: Callable[[], str]) -> str:
@@ -942,7 +942,7 @@ def test_a_server_that_refuses_a_token_lives(fp4_checkpoint: Path, tmp_path: Pat
         client.lookup([1])
         written(tokens, f"bob {BOB}")
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: "read again: 1 token" in server.log.read_text())
+        until(lambda: "reloaded: 1 token" in server.log.read_text())
         (connection,) = client._pool._connections
         assert connection.lives(10.0)
         client.lookup([1])
