@@ -189,7 +189,10 @@ def test_clients_without_the_right_certificate_are_refused_counted_and_logged(
             for _ in range(10):
                 assert right(truth, client)
         for client_pair in (None, late, stranger):
-            with client_of(target, tls=ca.tls(client_pair)) as client, pytest.raises(UnavailableError):
+            with (
+                client_of(target, tls=ca.tls(client_pair)) as client,
+                pytest.raises(UnavailableError, match="does it want TLS, or a certificate of this client"),
+            ):
                 client.describe()
         until(lambda: "handshake" in refusals(server))
         assert "refused (handshake) somebody: connections with TLS brought no call" in server.log.read_text()
@@ -243,6 +246,21 @@ def test_certificates_that_cannot_serve_are_refused_and_those_there_stay(
         asyncio.run(security.reload())
     with pytest.raises(ServeError, match=says):
         Certificates(files_of(pair))
+
+
+def test_files_are_taken_together_or_not_at_all(ca: Authority, tokens: Path) -> None:
+    pair = ca.server()
+    security = Security(SecurityOptions(files_of(pair), tokens), Refusals())
+    assert security.certificates is not None
+    before = security.certificates._current, security.tokens
+    ca.server()  # in place of the one there is
+    written(tokens, "alice short")
+    with pytest.raises(ServeError, match="can be guessed"):
+        security.reload()
+    assert (security.certificates._current, security.tokens) == before
+    written(tokens, f"alice {ALICE}")
+    assert security.reload() == "certificates and 1 token"
+    assert security.certificates._current is not before[0]
 
 
 def test_a_file_without_cas_of_clients_is_refused(ca: Authority, tmp_path: Path) -> None:

@@ -33,15 +33,15 @@ class Settings:
     all of it. inline: rows are fetched where the forward looks them up, which no CUDA graph may capture."""
     prefetch: bool = True
     """ENGRAM_SERVER_PREFETCH, 0 or 1: read a prompt's rows into the server's cache when the request arrives."""
+    pins: Mapping[int, bytes] = field(default_factory=dict)
+    """ENGRAM_SERVER_PIN, "1=<64 hex digits>,14=...": the digest each layer's table must have, as
+    `engram-server inspect` prints it. Takes the place of a comparison with the tables of the engine's checkpoint."""
     tls: Tls | None = None
     """ENGRAM_SERVER_TLS_CA, and ENGRAM_SERVER_TLS_CERT with ENGRAM_SERVER_TLS_KEY: files in PEM. TLS for targets over
     TCP where any of them is set."""
     token: Token | None = None
     """ENGRAM_SERVER_TOKEN_FILE: a file with the token for targets over TCP. ENGRAM_SERVER_TOKEN_PLAINTEXT=1 sends it to
     other hosts without TLS, too."""
-    pins: Mapping[int, bytes] = field(default_factory=dict)
-    """ENGRAM_SERVER_PIN, "1=<64 hex digits>,14=...": the digest each layer's table must have, as
-    `engram-server inspect` prints it. Takes the place of a comparison with the tables of the engine's checkpoint."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
