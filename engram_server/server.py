@@ -35,6 +35,7 @@ from engram_server.reload import Reloader
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
+from engram_server.spans import SpanOptions, SpanSender
 
 log = logging.getLogger("engram_server")
 
@@ -66,6 +67,8 @@ class ServeOptions:
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
     metrics: str | None = None
     """HOST:PORT for /metrics, /healthz and /readyz over HTTP; port 0 takes a free one. None: none."""
+    spans: SpanOptions | None = None
+    """OpenTelemetry spans of lookups over gRPC."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -103,6 +106,9 @@ async def _serve(options: ServeOptions, tables: Tables) -> None:
         )
         condition = Health(status, (health.OVERALL_HEALTH, SERVICE_NAME))
         metrics = ServerMetrics(tables.current.memory, condition.not_ready, tables.current.converter)
+        if options.spans is not None:
+            metrics.lookups.spans = SpanSender(options.spans)
+            stack.push_async_callback(metrics.lookups.spans.close)
         tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)

@@ -212,7 +212,7 @@ class ReplyStream:
         except Exception as error:
             answer.abandon()
             code, text = status_of(error)
-            self._meter.failed(code)
+            self._meter.failed(code, answer.began)
             failure = pb.Error(code=code.value[0], message=text)
             await self._write(Chunk(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure)))
 
@@ -237,8 +237,8 @@ class ReplyStream:
         for inverse in wire.inverse_bytes(plan):
             for first in range(0, len(inverse), self._chunk_bytes):
                 await sender.send(inverse[first : first + self._chunk_bytes])
-        await sender.end()
-        self._meter.done(terms, format, answer.began)
+        stats = await sender.end()
+        self._meter.done(terms, format, answer.began, stats)
 
     def _release(self, admission: Admission | None) -> None:
         if admission is not None:
@@ -270,8 +270,10 @@ class _ChunkSender:
             await self._write(self._chunk)
             self._chunk = Chunk(pb.LookupChunk(request_id=self._chunk.message.request_id))
 
-    async def end(self) -> None:
+    async def end(self) -> pb.LookupStats:
         assert self._left == 0
-        self._chunk.message.stats.CopyFrom(wire.stats_message(self._plan, self._totals))
+        stats = wire.stats_message(self._plan, self._totals)
+        self._chunk.message.stats.CopyFrom(stats)
         self._chunk.message.last = True
         await self._write(self._chunk)
+        return stats

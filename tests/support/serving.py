@@ -17,6 +17,7 @@ from engram_server.memory import MemoryOptions
 from engram_server.recorder import RecordOptions
 from engram_server.server import ServeOptions
 from engram_server.shared_memory import SharedMemoryOptions
+from engram_server.spans import SpanOptions
 
 _CHILD = """
 import logging, pickle, sys
@@ -89,6 +90,7 @@ def serving(
     limits: dict[str, Any] | None = None,
     device: str = "cpu",
     metrics: str | None = None,
+    spans: SpanOptions | None = None,
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     record: RecordOptions | None = None,
@@ -105,6 +107,7 @@ def serving(
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         metrics=metrics,
+        spans=spans,
         grace_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")
