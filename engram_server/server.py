@@ -259,6 +259,8 @@ async def _watch(
             change = await asyncio.to_thread(memory.reader.change)
             replaced = await asyncio.to_thread(memory.replaced)
             damage = "" if channel is None else channel.look()
+            if memory.reader.broken:
+                damage = damage or f"backend {memory.reader.backend}: {memory.reader.reason}"
             if memory is tables.current.memory:
                 if change or damage:
                     condition.damaged(change or damage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import time
 import urllib.error
@@ -266,6 +267,34 @@ def test_a_wrong_checksum_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:
         seen = Scrape(server)
     assert seen.sum("engram_read_errors_total", kind="checksum") == 1
     assert seen.sum("engram_ready") == 0
+
+
+def test_a_ring_that_breaks_shows_when_no_other_backend_takes_over(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    support = Path(__file__).parent
+    before = (
+        f"import signal, sys; sys.path.insert(0, {str(support)!r}); from support.seccomp import forbid_io_uring; "
+        "signal.signal(signal.SIGUSR1, lambda *_: (forbid_io_uring(), print('forbidden', flush=True)))"
+    )
+    with (
+        serving(
+            fp4_checkpoint, tmp_path, metrics="127.0.0.1:0", backend="io_uring", cache_bytes=0, before=before
+        ) as server,
+        EngramClient(server.targets[0], shared_memory="off", retry=NO_RETRY) as client,
+    ):
+        client.lookup_rows(1, [5])
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline() == b"forbidden\n"
+        with pytest.raises(EngramError):
+            client.lookup_rows(1, [6])
+        until(lambda: get(server, "/readyz")[0] == 503)
+        assert "backend io_uring: BROKEN: io_uring_enter failed" in get(server, "/readyz")[1]
+        assert get(server, "/healthz")[0] == 200
+        seen = Scrape(server)
+    assert seen.sum("engram_ready") == 0
+    assert seen.sum("engram_backend_fallback") == 0
 
 
 def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerProcess) -> None:

@@ -23,6 +23,7 @@ _CHILD = """
 import logging, pickle, sys
 from engram_server.server import ServeError, serve
 logging.basicConfig(level=logging.INFO)
+exec(sys.argv[1])
 try:
     sys.exit(serve(pickle.load(sys.stdin.buffer)))
 except ServeError as error:
@@ -35,11 +36,14 @@ _STOP_S = 30.0
 class ServerProcess:
     """`engram_server.server.serve` in a process of its own."""
 
-    def __init__(self, options: ServeOptions, log: Path) -> None:
+    def __init__(self, options: ServeOptions, log: Path, before: str = "") -> None:
         self.log = log
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
+                [sys.executable, "-c", _CHILD, before],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
             )
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
@@ -94,9 +98,10 @@ def serving(
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     record: RecordOptions | None = None,
+    before: str = "",
     **memory: Any,
 ) -> Iterator[ServerProcess]:
-    """A server of `path` that is ready; its log goes to `folder`."""
+    """A server of `path` that is ready; its log goes to `folder`. before: Python that its process runs first."""
     options = ServeOptions(
         path=path,
         listen=listen,
@@ -110,7 +115,7 @@ def serving(
         spans=spans,
         grace_s=5.0,
     )
-    server = ServerProcess(options, folder / "server.log")
+    server = ServerProcess(options, folder / "server.log", before)
     try:
         yield server.wait_ready()
     finally:
