@@ -27,6 +27,7 @@ from bench.result import Bar, Result
 from bench.rss import server
 from bench.scale import Scale
 from engram_client import EngramClient
+from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server.metrics import LookupMetrics
 from engram_server.terms import Terms
@@ -90,7 +91,9 @@ def lookups(scale: Scale, client: EngramClient) -> Result:
     metrics = LookupMetrics(CollectorRegistry())
 
     def record() -> None:
-        metrics.of("ipv4:127.0.0.1:1").done(Terms(_core.Lane.DECODE), _core.Format.BF16, 0.0)
+        metrics.of("ipv4:127.0.0.1:1").done(
+            Terms(_core.Lane.DECODE), _core.Format.BF16, 0.0, pb.LookupStats()
+        )
 
     times = scale.pick(2_000, 20)
     seen = interleaved(

@@ -114,6 +114,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
     from engram_server.recorder import RecordOptions
     from engram_server.server import ServeOptions, serve
     from engram_server.shared_memory import SharedMemoryOptions
+    from engram_server.spans import SpanOptions
 
     serving.resolve(options)
     logs.set_up(options.log_format, logging.DEBUG if options.verbose else logs.level_of(options.log_level))
@@ -143,6 +144,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             record=record,
             grace_s=options.grace_s,
             metrics=None if options.metrics == "none" else options.metrics,
+            spans=None if options.otlp is None else SpanOptions(options.otlp, options.otlp_ratio),
             device=options.device,
             security=_security(options),
             admin=options.admin,
@@ -429,6 +431,19 @@ def _add_serving(sub: Any) -> Configurable:
         metavar="FILE",
         help="bring the row groups it names into the cache after the start, in the background; it is saved again "
         "every ten minutes and at the end, from what the cache holds then",
+    )
+    sub.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="send OpenTelemetry a span of every lookup over gRPC: an OTLP receiver, such as http://127.0.0.1:4317 "
+        "(needs the extra otel)",
+    )
+    sub.add_argument(
+        "--otlp-ratio",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="of the lookups that belong to no span of their client, send so many: 0 to 1 (1)",
     )
     _add_logging(sub)
     _add_pinning(sub)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 from prometheus_client import (
@@ -29,11 +30,15 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import engram_server
+from engram_client._proto import engram_pb2 as pb
 from engram_kernels import _core
 from engram_server.device import DeviceConverter
 from engram_server.memory import Memory
 from engram_server.shared_memory import SharedMemoryChannel
+from engram_server.spans import CallSpans, SpanSender, attributes_of
 from engram_server.terms import Terms
+
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 
 _LANES = {lane: lane.name.lower() for lane in (_core.Lane.DECODE, _core.Lane.PREFILL, _core.Lane.PREFETCH)}
 _FORMATS = {
@@ -68,6 +73,7 @@ class LookupMetrics(Collector):
         channel: Callable[[], SharedMemoryChannel | None] = lambda: None,
     ) -> None:
         self._channel = channel
+        self.spans: SpanSender | None = None
         self._seconds = Histogram(
             "engram_lookup_seconds",
             "From when a lookup was taken up until its last byte was handed over.",
@@ -98,27 +104,43 @@ class LookupMetrics(Collector):
         yield seconds
         yield failures
 
-    def of(self, peer: str) -> LookupMeter:
-        """For the lookups of one call; peer as gRPC names it."""
-        return LookupMeter(self._seconds, self._failures, "uds" if peer.startswith("unix:") else "tcp")
+    def of(
+        self, peer: str, method: str = "Lookup", metadata: Callable[[], Metadata] = lambda: None
+    ) -> LookupMeter:
+        """For the lookups of one call; its peer, method and metadata as gRPC has them."""
+        transport = "uds" if peer.startswith("unix:") else "tcp"
+        return LookupMeter(self._seconds, self._failures, transport, self.spans_of(peer, method, metadata))
+
+    def spans_of(self, peer: str, method: str, metadata: Callable[[], Metadata]) -> CallSpans | None:
+        """What the lookups of one call tell OpenTelemetry; None: nothing."""
+        return None if self.spans is None else self.spans.call(method, peer, metadata())
 
 
 class LookupMeter:
     """Lookups that came by one transport."""
 
-    def __init__(self, seconds: Histogram, failures: Counter, transport: str) -> None:
+    def __init__(
+        self, seconds: Histogram, failures: Counter, transport: str, spans: CallSpans | None = None
+    ) -> None:
         self._seconds = seconds
         self._failures = failures
         self._transport = transport
+        self._spans = spans
 
-    def done(self, terms: Terms, format: _core.Format, began: float) -> None:
-        """A lookup was answered; `began` on the clock of time.perf_counter()."""
+    def done(self, terms: Terms, format: _core.Format, began: float, stats: pb.LookupStats) -> None:
+        """A lookup was answered, at this cost; `began` on the clock of time.perf_counter()."""
         seconds = time.perf_counter() - began
-        self._seconds.labels(self._transport, _LANES[terms.lane], _FORMATS[format]).observe(seconds)
+        lane, form = _LANES[terms.lane], _FORMATS[format]
+        self._seconds.labels(self._transport, lane, form).observe(seconds)
+        if self._spans is not None:
+            facts = {"engram.lane": lane, "engram.format": form, "engram.transport": self._transport}
+            self._spans.ended(began, facts | attributes_of(stats))
 
-    def failed(self, code: grpc.StatusCode) -> None:
-        """A lookup was answered with an error."""
+    def failed(self, code: grpc.StatusCode, began: float | None = None) -> None:
+        """A lookup was answered with an error; None: it had not begun."""
         self._failures.labels(self._transport, code.name.lower()).inc()
+        if self._spans is not None and began is not None:
+            self._spans.ended(began, {"engram.transport": self._transport}, code)
 
 
 class _Opened:

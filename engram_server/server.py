@@ -39,6 +39,7 @@ from engram_server.security import Security, SecurityOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
+from engram_server.spans import SpanOptions, SpanSender
 
 log = logging.getLogger("engram_server")
 
@@ -74,6 +75,8 @@ class ServeOptions:
     """What callers over TCP must bring."""
     admin: Path | None = None
     """UNIX socket for the administrator. None: none."""
+    spans: SpanOptions | None = None
+    """OpenTelemetry spans of lookups over gRPC."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
 
@@ -114,6 +117,9 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         )
         condition = Health(status, (health.OVERALL_HEALTH, SERVICE_NAME))
         metrics = ServerMetrics(tables.current.memory, condition.not_ready, tables.current.converter)
+        if options.spans is not None:
+            metrics.lookups.spans = SpanSender(options.spans)
+            stack.push_async_callback(metrics.lookups.spans.close)
         tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
@@ -306,6 +312,8 @@ async def _watch(
             change = await asyncio.to_thread(memory.reader.change)
             replaced = await asyncio.to_thread(memory.replaced)
             damage = "" if channel is None else channel.look()
+            if memory.reader.broken:
+                damage = damage or f"backend {memory.reader.backend}: {memory.reader.reason}"
             if memory is tables.current.memory:
                 if change or damage:
                     condition.damaged(change or damage)

@@ -104,7 +104,7 @@ class EngramService:
     async def Lookup(self, received: wire.Received, context: Context) -> Reply:  # noqa: N802
         """One request, one reply of bounded size."""
         began = time.perf_counter()
-        meter = self._metrics.of(context.peer())
+        meter = self._metrics.of(context.peer(), "Lookup", context.invocation_metadata)
         try:
             request = wire.well_formed(received)
             fetcher = self.generation.fetcher
@@ -114,14 +114,14 @@ class EngramService:
                 reply = await self._reply(fetcher, request.request_id, plan, admission.terms)
             finally:
                 fetcher.release(admission)
-            meter.done(admission.terms, plan.shape.format, began)
+            meter.done(admission.terms, plan.shape.format, began, reply.message.stats)
             return reply
         except asyncio.CancelledError:
-            meter.failed(grpc.StatusCode.CANCELLED)
+            meter.failed(grpc.StatusCode.CANCELLED, began)
             raise
         except Exception as error:
             code, text = status_of(error)
-            meter.failed(code)
+            meter.failed(code, began)
         await context.abort(code, text)
         raise AssertionError("abort raises")
 
@@ -134,7 +134,7 @@ class EngramService:
             self._limits,
             requests,
             context.write,
-            self._metrics.of(context.peer()),
+            self._metrics.of(context.peer(), "LookupStream", context.invocation_metadata),
             call_left_s=context.time_remaining,
         )
         self._streams.add(stream)
@@ -146,6 +146,8 @@ class EngramService:
 
     async def Prefetch(self, received: wire.Received, context: Context) -> pb.PrefetchReply:  # noqa: N802
         """Queue a request's rows for the cache; they are read after this has answered."""
+        began = time.perf_counter()
+        spans = self._metrics.spans_of(context.peer(), "Prefetch", context.invocation_metadata)
         try:
             message = wire.well_formed(received)
             generation = self.generation
@@ -159,6 +161,8 @@ class EngramService:
                 generation.prefetcher.start(blocks, admission.terms.deadline)
             finally:
                 generation.fetcher.release(admission)
+            if spans is not None:
+                spans.ended(began, {"engram.rows": request.rows, "engram.groups": request.groups})
             return pb.PrefetchReply(
                 request_id=message.request_id,
                 rows=request.rows,
@@ -167,6 +171,8 @@ class EngramService:
             )
         except Exception as error:
             code, text = status_of(error)
+            if spans is not None:
+                spans.ended(began, {}, code)
         await context.abort(code, text)
         raise AssertionError("abort raises")
 

@@ -120,6 +120,7 @@ class ReplyStream:
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._unsent = 0
+        self._counted = 0  # of these, by the meter
         self._admitted: dict[Admission, Fetcher] = {}
         self._reader: asyncio.Task[None] | None = None
         self._waits_for_request = False
@@ -137,13 +138,14 @@ class ReplyStream:
                 await self._send(answer)
                 self._release(answer.admission)
                 self._unsent -= 1
+                self._counted = 0
                 self._slots.release()
             if self._draining:
                 raise DrainingError("the server is shutting down")
             await reader
         finally:
             reader.cancel()
-            for _ in range(self._unsent):  # nobody waits for them any more
+            for _ in range(self._unsent - self._counted):  # nobody waits for them any more
                 self._meter.failed(grpc.StatusCode.CANCELLED)
             # A task holds its exception, that the frames it passed, and they the rows of this stream: out of
             # that circle, or the rows stay until the garbage collector happens to run.
@@ -212,7 +214,8 @@ class ReplyStream:
         except Exception as error:
             answer.abandon()
             code, text = status_of(error)
-            self._meter.failed(code)
+            self._meter.failed(code, answer.began)
+            self._counted = 1
             failure = pb.Error(code=code.value[0], message=text)
             await self._write(Chunk(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure)))
 
@@ -237,8 +240,13 @@ class ReplyStream:
         for inverse in wire.inverse_bytes(plan):
             for first in range(0, len(inverse), self._chunk_bytes):
                 await sender.send(inverse[first : first + self._chunk_bytes])
-        await sender.end()
-        self._meter.done(terms, format, answer.began)
+        stats = sender.stats()
+        try:
+            await sender.end(stats)
+        finally:
+            # Handed over. A client that has read it may be gone before gRPC says that it went.
+            self._meter.done(terms, format, answer.began, stats)
+            self._counted = 1
 
     def _release(self, admission: Admission | None) -> None:
         if admission is not None:
@@ -270,8 +278,12 @@ class _ChunkSender:
             await self._write(self._chunk)
             self._chunk = Chunk(pb.LookupChunk(request_id=self._chunk.message.request_id))
 
-    async def end(self) -> None:
+    def stats(self) -> pb.LookupStats:
+        """Once all of the payload is there."""
+        return wire.stats_message(self._plan, self._totals)
+
+    async def end(self, stats: pb.LookupStats) -> None:
         assert self._left == 0
-        self._chunk.message.stats.CopyFrom(wire.stats_message(self._plan, self._totals))
+        self._chunk.message.stats.CopyFrom(stats)
         self._chunk.message.last = True
         await self._write(self._chunk)

@@ -55,7 +55,7 @@ if ! stamped .stamp-build "$build"; then
   # No isolation: the compiler's view of the build tools must not move, or every build would start from nothing.
   step "engram-server and its dependencies (minutes, at first)" \
     "${install[@]}" --no-build-isolation --config-settings=cmake.define.ENGRAM_WERROR=ON \
-    --editable '.[torch,gpu,tokenizer,load]'
+    --editable '.[torch,gpu,tokenizer,load,otel]'
   echo "$build" >.venv/.stamp-build
   echo "setup: ready"
 else

@@ -176,6 +176,7 @@ CHILD = """
             report["racing_ended"] = racing.wait(60)
         report["first"], report["second"] = attempt(engine), attempt(engine)
         report |= {"backend": reader.backend, "fallback": reader.fallback, "reason": reader.reason}
+        report["broken"] = reader.broken
         engine.close()
         reader.close()
     except RuntimeError as error:
@@ -217,6 +218,7 @@ def test_auto_survives_a_ring_that_breaks_while_serving(table: Path) -> None:
     assert (report["first"], report["second"]) == ("exact", "exact")
     assert (report["backend"], report["fallback"]) == ("pread", True)
     assert "io_uring broke while serving" in report["reason"]
+    assert not report["broken"]
 
 
 def test_a_ring_that_breaks_where_no_pool_can_take_over_fails_every_request(table: Path) -> None:
@@ -227,6 +229,7 @@ def test_a_ring_that_breaks_where_no_pool_can_take_over_fails_every_request(tabl
         assert outcome[0] == errno.EPERM
     assert report["reason"].startswith("BROKEN: io_uring_enter failed")
     assert "pread could not take over" in report["reason"]
+    assert report["broken"]
 
 
 def test_a_broken_ring_asked_for_by_name_fails_every_request_with_its_cause(table: Path) -> None:
@@ -236,7 +239,7 @@ def test_a_broken_ring_asked_for_by_name_fails_every_request_with_its_cause(tabl
     for outcome in (report["first"], report["second"]):
         assert outcome[0] == errno.EPERM
         assert "could not be read" in outcome[1]
-    assert (report["backend"], report["fallback"]) == ("io_uring", False)
+    assert (report["backend"], report["fallback"], report["broken"]) == ("io_uring", False, True)
     assert report["reason"].startswith("BROKEN: io_uring_enter failed")
 
 

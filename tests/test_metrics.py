@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import signal
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from http.client import HTTPException
@@ -16,14 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from support.faulty_fs import faulty_fs
 from support.serving import ServerProcess, serving, until
 
 from engram_client import NO_RETRY, EngramClient, EngramError, Lookup
+from engram_client._proto import engram_pb2 as pb
 from engram_client._result import Stats
 from engram_server.cli import main
-from engram_server.metrics import _TOTALS
+from engram_server.fetch import Fetcher
+from engram_server.limits import Limits
+from engram_server.memory import Memory, MemoryOptions
+from engram_server.metrics import _TOTALS, LookupMetrics
+from engram_server.stream import ClientGoneError, ReplyStream
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -261,6 +269,34 @@ def test_a_wrong_checksum_shows(fp4_checkpoint: Path, tmp_path: Path) -> None:
     assert seen.sum("engram_ready") == 0
 
 
+def test_a_ring_that_breaks_shows_when_no_other_backend_takes_over(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    support = Path(__file__).parent
+    before = (
+        f"import signal, sys; sys.path.insert(0, {str(support)!r}); from support.seccomp import forbid_io_uring; "
+        "signal.signal(signal.SIGUSR1, lambda *_: (forbid_io_uring(), print('forbidden', flush=True)))"
+    )
+    with (
+        serving(
+            fp4_checkpoint, tmp_path, metrics="127.0.0.1:0", backend="io_uring", cache_bytes=0, before=before
+        ) as server,
+        EngramClient(server.targets[0], shared_memory="off", retry=NO_RETRY) as client,
+    ):
+        client.lookup_rows(1, [5])
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline() == b"forbidden\n"
+        with pytest.raises(EngramError):
+            client.lookup_rows(1, [6])
+        until(lambda: get(server, "/readyz")[0] == 503)
+        assert "backend io_uring: BROKEN: io_uring_enter failed" in get(server, "/readyz")[1]
+        assert get(server, "/healthz")[0] == 200
+        seen = Scrape(server)
+    assert seen.sum("engram_ready") == 0
+    assert seen.sum("engram_backend_fallback") == 0
+
+
 def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerProcess) -> None:
     with EngramClient(server.targets[0], shared_memory="off") as client:
         client.lookup([1, 2])
@@ -350,6 +386,60 @@ def test_a_lookup_that_is_given_up_is_counted(fp4_checkpoint: Path, tmp_path: Pa
         name = "engram_lookup_failures_total"
         until(lambda: any(sample.name == name for sample in Scrape(server).samples))
         assert Scrape(server).sum(name, code="cancelled") == 1
+
+
+@pytest.mark.parametrize("gone", ["cancelled", "broken"])
+@pytest.mark.parametrize(("after", "counted"), [(1, (1, 0, 2)), (2, (1, 1, 1)), (3, (2, 1, 0))])
+def test_a_stream_counts_each_lookup_once_whenever_its_client_goes(
+    fp4_checkpoint: Path, gone: str, after: int, counted: tuple[int, int, int]
+) -> None:
+    """What was handed over is answered: the client may have read it before its going is seen."""
+    registry = CollectorRegistry()
+    meter = LookupMetrics(registry).of("")
+
+    async def drive(memory: Memory) -> None:
+        taken, writing = asyncio.Event(), asyncio.Event()
+        written = 0
+
+        async def requests() -> AsyncIterator[pb.LookupRequest]:
+            for row in (5, 2**40, 6):
+                ids = row.to_bytes(8, "little")
+                yield pb.LookupRequest(rows=pb.RowKeys(layer=1, ids=ids, id_bytes=8))
+            taken.set()
+            await asyncio.Event().wait()
+
+        async def write(chunk: object) -> None:
+            nonlocal written
+            await taken.wait()
+            written += 1
+            if written == after:
+                writing.set()
+                if gone == "broken":
+                    raise ConnectionError
+                await asyncio.Event().wait()
+
+        fetcher = Fetcher(memory, Limits(), on_damage=lambda text: None)
+        stream = asyncio.create_task(ReplyStream(lambda: fetcher, Limits(), requests(), write, meter).run())
+        await writing.wait()
+        if gone == "cancelled":
+            stream.cancel()
+        await asyncio.wait({stream})
+        with pytest.raises((asyncio.CancelledError, ClientGoneError)):
+            stream.result()
+        fetcher.close()
+
+    with Memory.open(fp4_checkpoint, MemoryOptions(scales="disk")) as memory:
+        asyncio.run(drive(memory))
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    assert counted == (
+        samples.get(("engram_lookup_seconds_count", "decode", "packed", "tcp"), 0),
+        samples.get(("engram_lookup_failures_total", "invalid_argument", "tcp"), 0),
+        samples.get(("engram_lookup_failures_total", "cancelled", "tcp"), 0),
+    )
 
 
 def test_a_taken_port_is_a_sentence(

@@ -125,6 +125,9 @@ class Reader:
     @property
     def fallback(self) -> bool: ...
     @property
+    def broken(self) -> bool:
+        """Whether a ring has broken and nothing took over: reads fail, and the reason says why."""
+    @property
     def depth(self) -> int: ...
     @property
     def bulk_depth(self) -> int: ...

@@ -177,6 +177,7 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("backend", [](const Reader& r) { return r.state().backend; })
       .def_prop_ro("reason", [](const Reader& r) { return r.state().reason; })
       .def_prop_ro("fallback", [](const Reader& r) { return r.state().fallback; })
+      .def_prop_ro("broken", [](const Reader& r) { return r.state().broken; })
       .def_prop_ro("threads", [](const Reader& r) { return r.state().threads; })
       .def_prop_ro("registered", [](const Reader& r) { return r.state().registered; })
       .def_prop_ro("depth", &Reader::depth)

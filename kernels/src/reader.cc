@@ -132,16 +132,17 @@ void Reader::start() {
 bool Reader::take_over_from_ring(const std::string& reason) {
   const std::lock_guard lock(mutex_);
   if (options_.backend != "auto") {
-    state_.reason = "BROKEN: " + reason + "; reads fail until a restart";
+    state_.reason = "BROKEN: " + reason + "; reads fail until the files are opened anew";
+    state_.broken = true;
     return false;
   }
   if (state_.backend != "io_uring") return true;  // another ring's thread was first
-  if (broken_) return false;                      // and found no way out
+  if (state_.broken) return false;                // and found no way out
   try {
     backends_.push_back(make_pread_backend(context_, {.depth = options_.depth, .threads = 0}));
   } catch (const std::exception& error) {
     state_.reason = "BROKEN: " + reason + "; pread could not take over: " + error.what();
-    broken_ = true;
+    state_.broken = true;
     // The pool that failed to come up stopped the queue for its threads; the ring's goes on, to
     // fail what comes.
     if (!closed_) context_.queue.start();

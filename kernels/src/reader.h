@@ -24,11 +24,12 @@ struct ReaderOptions {
   unsigned threads = 0;
 };
 
-// What serves the reads now, and why. Changes at most once: when a ring breaks while `auto` serves.
+// What serves the reads now, and why. Changes at most once: when a ring breaks while it serves.
 struct ReaderState {
   std::string backend;
   std::string reason;
   bool fallback = false;
+  bool broken = false;  // no backend works: reads fail
   unsigned threads = 0;
   std::string registered{};
 };
@@ -82,7 +83,6 @@ class Reader {
   mutable std::mutex mutex_;  // guards what follows
   ReaderState state_;
   std::vector<std::unique_ptr<Backend>> backends_;  // the running one last
-  bool broken_ = false;                             // no backend works: every read fails
   bool closed_ = false;
 };
 

@@ -18,11 +18,13 @@ from engram_server.recorder import RecordOptions
 from engram_server.security import SecurityOptions
 from engram_server.server import ServeOptions
 from engram_server.shared_memory import SharedMemoryOptions
+from engram_server.spans import SpanOptions
 
 _CHILD = """
 import logging, pickle, sys
 from engram_server.server import ServeError, serve
 logging.basicConfig(level=logging.INFO)
+exec(sys.argv[1])
 try:
     sys.exit(serve(pickle.load(sys.stdin.buffer)))
 except ServeError as error:
@@ -35,11 +37,14 @@ _STOP_S = 30.0
 class ServerProcess:
     """`engram_server.server.serve` in a process of its own."""
 
-    def __init__(self, options: ServeOptions, log: Path) -> None:
+    def __init__(self, options: ServeOptions, log: Path, before: str = "") -> None:
         self.log = log
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
+                [sys.executable, "-c", _CHILD, before],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
             )
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
@@ -90,14 +95,16 @@ def serving(
     limits: dict[str, Any] | None = None,
     device: str = "cpu",
     metrics: str | None = None,
+    spans: SpanOptions | None = None,
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     record: RecordOptions | None = None,
     security: SecurityOptions | None = None,
     admin: Path | None = None,
+    before: str = "",
     **memory: Any,
 ) -> Iterator[ServerProcess]:
-    """A server of `path` that is ready; its log goes to `folder`."""
+    """A server of `path` that is ready; its log goes to `folder`. before: Python that its process runs first."""
     options = ServeOptions(
         path=path,
         listen=listen,
@@ -110,9 +117,10 @@ def serving(
         metrics=metrics,
         security=security or SecurityOptions(),
         admin=admin,
+        spans=spans,
         grace_s=5.0,
     )
-    server = ServerProcess(options, folder / "server.log")
+    server = ServerProcess(options, folder / "server.log", before)
     try:
         yield server.wait_ready()
     finally:
