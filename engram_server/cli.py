@@ -137,7 +137,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             memory=_memory_options(options),
             shared_memory=shared_memory,
             record=record,
-            grace_s=options.grace_s,
+            drain_s=options.drain_seconds,
             metrics=None if options.metrics == "none" else options.metrics,
             device=options.device,
         )
@@ -349,7 +349,11 @@ def _add_serving(sub: Any) -> Configurable:
     )
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
-        "--grace-s", type=_seconds, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+        "--drain-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="after SIGTERM, how long requests that were taken may go on (10); a second signal ends them at once",
     )
     sub.add_argument(
         "--metrics",

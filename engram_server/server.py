@@ -58,7 +58,7 @@ class ServeOptions:
     shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
     record: RecordOptions | None = None
     """A trace of all lookups that come over gRPC."""
-    grace_s: float = 10.0
+    drain_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
@@ -139,11 +139,11 @@ async def _serve(
             keeper.start()
 
         await stop.wait()
-        log.info("draining: calls under way have %.0f s to finish", options.grace_s)
+        log.info("draining: calls under way have %.0f s to finish", options.drain_s)
         stop.clear()
         await health_state.draining()
         service.drain()
-        drained = asyncio.create_task(_drained(server, channel, options.grace_s))
+        drained = asyncio.create_task(_drained(server, channel, options.drain_s))
         impatient = asyncio.create_task(stop.wait())
         await asyncio.wait({drained, impatient}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
@@ -192,10 +192,10 @@ async def _log_loading(memory: Memory) -> None:
         await asyncio.sleep(_LOAD_POLL_S)
 
 
-async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, grace_s: float) -> None:
-    stopped = asyncio.create_task(server.stop(grace_s))
+async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, drain_s: float) -> None:
+    stopped = asyncio.create_task(server.stop(drain_s))
     if channel is not None:
-        await channel.drain(grace_s)
+        await channel.drain(drain_s)
     await stopped
 
 

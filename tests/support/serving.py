@@ -105,7 +105,7 @@ def serving(
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         metrics=metrics,
-        grace_s=5.0,
+        drain_s=5.0,
     )
     server = ServerProcess(options, folder / "server.log")
     try:
