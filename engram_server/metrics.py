@@ -110,6 +110,7 @@ class MemoryCollector(Collector):
         yield from self._facts()
         yield from self._reads()
         yield from self._rows()
+        yield from self._overload()
         yield from self._cache()
         yield from self._shared_memory()
 
@@ -205,6 +206,26 @@ class MemoryCollector(Collector):
         yield _gauge(
             "engram_budget_used_bytes", "Memory that requests in flight take.", engine.in_flight_bytes()
         )
+
+    def _overload(self) -> Iterator[Metric]:
+        engine = self._memory.engine
+        overload = CounterMetricFamily(
+            "engram_overload", "Requests refused because there was no room, by the limit.", labels=["limit"]
+        )
+        for limit, count in engine.overloads().items():
+            overload.add_metric([limit], count)
+        yield overload
+        yield _gauge(
+            "engram_admitted_rows", "Rows that requests being worked on asked for.", engine.admitted_rows
+        )
+        wait = GaugeMetricFamily(
+            "engram_wait_seconds",
+            "What requests being worked on have still to read, at the rate of late.",
+            labels=["lane"],
+        )
+        for lane, name in ((_core.Lane.DECODE, "decode"), (_core.Lane.PREFILL, "bulk")):
+            wait.add_metric([name], engine.wait_s(lane))
+        yield wait
 
     def _cache(self) -> Iterator[Metric]:
         stats = self._memory.cache_state()

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from engram_client._payload import CHUNKS, REPLIES, Reply
 from engram_client._proto import engram_pb2 as pb
 from engram_server import lookup, wire
+from engram_server.clients import client_name
 from engram_server.device import DeviceConverter
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
@@ -29,7 +30,7 @@ from engram_server.memory import Memory
 from engram_server.metrics import LookupMetrics
 from engram_server.prefetch import Prefetcher
 from engram_server.recorder import Recorder, RecordOptions
-from engram_server.status import status_of
+from engram_server.status import status_of, trailers_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 from engram_server.terms import Terms, UnsupportedError
 
@@ -106,7 +107,7 @@ class EngramService:
         meter = self._metrics.of(context.peer())
         try:
             request = wire.well_formed(received)
-            admission = self._fetcher.admit(request, context.time_remaining())
+            admission = await self._fetcher.admit(request, client_name(context), context.time_remaining())
             try:
                 plan = await self._fetcher.plan(request, admission)
                 reply = await self._reply(request.request_id, plan, admission.terms)
@@ -119,8 +120,9 @@ class EngramService:
             raise
         except Exception as error:
             code, text = status_of(error)
+            trailers = trailers_of(error)
             meter.failed(code)
-        await context.abort(code, text)
+        await context.abort(code, text, trailers)
         raise AssertionError("abort raises")
 
     async def LookupStream(  # noqa: N802
@@ -133,6 +135,7 @@ class EngramService:
             requests,
             context.write,
             self._metrics.of(context.peer()),
+            client_name(context),
             call_left_s=context.time_remaining,
         )
         self._streams.add(stream)
@@ -150,7 +153,7 @@ class EngramService:
                 raise UnsupportedError(
                     "there is no row cache here to fetch rows into: start the server with --cache-bytes"
                 )
-            admission = self._fetcher.admit(message)
+            admission = await self._fetcher.admit(message, client_name(context))
             try:
                 request, blocks = await self._fetcher.plan_prefetch(message, admission)
             finally:
@@ -164,7 +167,8 @@ class EngramService:
             )
         except Exception as error:
             code, text = status_of(error)
-        await context.abort(code, text)
+            trailers = trailers_of(error)
+        await context.abort(code, text, trailers)
         raise AssertionError("abort raises")
 
     def drain(self) -> None:

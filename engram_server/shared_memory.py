@@ -213,7 +213,7 @@ def _native_server(
         listener=listener.detach(),
         group=group,
         request_rows=limits.request_rows,
-        pending_rows=limits.pending_rows,
+        admission=limits.admission,
         decode_rows=limits.decode_rows,
         block_bytes=limits.block_bytes,
         budget_wait_s=limits.budget_wait_s,

@@ -31,9 +31,10 @@ class Retry:
     backoff_s: float = 0.05
     """Before the second round; doubles each time, and varies by ±50 % lest clients march in step."""
     backoff_max_s: float = 1.0
-    """The longest wait between two rounds."""
+    """The longest wait between two rounds, whatever an overloaded server asks for."""
     wait_for_server_s: float = 5.0
-    """How long to go on trying, whatever `attempts` says, when no target answers: a restart takes seconds."""
+    """How long to go on trying, whatever `attempts` says, when no target answers, since a restart takes seconds; or
+    when an overloaded server says when to come back."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:

@@ -75,7 +75,7 @@ std::shared_ptr<shm::Server> make_server(
     std::vector<std::int64_t> layers, const std::vector<TableTuple>& tables, std::size_t columns,
     std::size_t group_rows, const nb::bytes& token_map_digest, const nb::bytes& hash_digest,
     bool sealed, const nb::bytes& server_id, int listener, std::optional<unsigned> group,
-    std::uint64_t request_rows, std::uint64_t pending_rows, std::uint64_t decode_rows,
+    std::uint64_t request_rows, const AdmissionLimits& admission, std::uint64_t decode_rows,
     std::uint64_t block_bytes, double budget_wait_s, unsigned clients, std::uint64_t client_bytes,
     std::uint64_t total_bytes, std::uint64_t spin_us) {
   shm::Served served{.engine = std::move(engine),
@@ -94,7 +94,7 @@ std::shared_ptr<shm::Server> make_server(
                              .digest = bytes_of<sizeof(shm::Digest)>(digest, "a digest")});
   }
   shm::Limits limits{.request_rows = request_rows,
-                     .pending_rows = pending_rows,
+                     .admission = admission,
                      .decode_rows = decode_rows,
                      .budget_wait = std::chrono::duration_cast<std::chrono::nanoseconds>(
                          std::chrono::duration<double>(budget_wait_s)),
@@ -192,7 +192,8 @@ nb::tuple answer_of(const shm::Ticket& ticket) {
       PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
   if (!text.is_valid()) throw nb::python_error();
   return nb::make_tuple(static_cast<std::uint32_t>(answer.status), text, answer.payload_bytes,
-                        answer.row_bytes, nb::make_tuple(s[0], s[1], s[2], s[3], s[4], s[5], s[6]));
+                        answer.row_bytes, nb::make_tuple(s[0], s[1], s[2], s[3], s[4], s[5], s[6]),
+                        answer.retry_after_ms);
 }
 
 void bind_server(nb::module_& m) {
@@ -201,7 +202,7 @@ void bind_server(nb::module_& m) {
            nb::arg("hash").none(), nb::arg("layers"), nb::arg("tables"), nb::arg("columns"),
            nb::arg("group_rows"), nb::arg("token_map_digest"), nb::arg("hash_digest"),
            nb::arg("sealed"), nb::arg("server_id"), nb::arg("listener"), nb::arg("group").none(),
-           nb::arg("request_rows"), nb::arg("pending_rows"), nb::arg("decode_rows"),
+           nb::arg("request_rows"), nb::arg("admission"), nb::arg("decode_rows"),
            nb::arg("block_bytes"), nb::arg("budget_wait_s"), nb::arg("clients"),
            nb::arg("client_bytes"), nb::arg("total_bytes"), nb::arg("spin_us"))
       .def("drain", &shm::Server::drain, nb::call_guard<nb::gil_scoped_release>())

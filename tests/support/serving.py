@@ -92,6 +92,7 @@ def serving(
     cache_bytes: int = 64 << 20,
     shared_memory: SharedMemoryOptions | None = None,
     record: RecordOptions | None = None,
+    drain_s: float = 5.0,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
     """A server of `path` that is ready; its log goes to `folder`."""
@@ -105,7 +106,7 @@ def serving(
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
         device=device,
         metrics=metrics,
-        drain_s=5.0,
+        drain_s=drain_s,
     )
     server = ServerProcess(options, folder / "server.log")
     try:
