@@ -29,7 +29,8 @@ _SMALL_ROWS = 16 * 1024
 """Hashing or submitting so many rows takes about a millisecond: no longer than other requests may wait for it."""
 _SMALL_BYTES = 1 << 20
 """The same for gathering."""
-_ROOM_POLL_S = 0.01
+_BUDGET_POLL_S = 0.01
+_ROOM_POLL_MAX_S = 0.1
 _CLIENTS_MAX = 10_000
 """Clients whose limits are remembered; each takes some hundred bytes."""
 
@@ -105,7 +106,8 @@ class Fetcher:
                 if not patient():
                     self._memory.engine.count_overload(error.limit)
                     raise
-            await asyncio.sleep(_ROOM_POLL_S)
+                wait_s = min(error.retry_after_s, _ROOM_POLL_MAX_S)
+            await asyncio.sleep(wait_s)
 
     def _quota(self, client: str) -> _core.Quota | None:
         if self._limits.client_rows is None and self._limits.client_rows_per_s is None:
@@ -167,7 +169,7 @@ class Fetcher:
                 if time.monotonic() >= give_up:
                     self._memory.engine.count_overload(error.limit)
                     raise
-            await asyncio.sleep(_ROOM_POLL_S)
+            await asyncio.sleep(_BUDGET_POLL_S)
 
     async def rows_read(self, batch: _core.Batch, terms: Terms) -> None:
         """Wait until every read of a batch has ended, well or badly.

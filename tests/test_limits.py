@@ -34,7 +34,7 @@ BULK = 130
 IMPATIENT = {"queue_s": 0.001}
 """Whatever drive is assumed before one was measured, nobody waits for 6,240 rows of it."""
 STORE = "tables.engram"
-PATIENT = Retry(attempts=1, backoff_max_s=0.1, wait_for_server_s=60.0)
+PATIENT = Retry(attempts=1, backoff_max_s=0.1, wait_for_room_s=60.0)
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 Ask = Callable[[list[int]], Lookup]
 

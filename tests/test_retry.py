@@ -69,7 +69,7 @@ def told(after_s: float) -> OverloadedError:
 
 
 def test_an_overloaded_server_that_says_when_is_waited_for_so_long() -> None:
-    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=1.0, wait_for_server_s=3.0)
+    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=1.0, wait_for_room_s=3.0)
     # What it says is a lower bound: later by a quarter here, and by half at most.
     assert delays(*attempts(retry), told(0.8)) == pytest.approx([1.0, 1.0, 1.0])
     assert delays(*attempts(retry), told(0.01))[:3] == pytest.approx([0.1, 0.2, 0.4])
@@ -79,7 +79,7 @@ def test_an_overloaded_server_that_says_when_is_waited_for_so_long() -> None:
 
 
 def test_no_server_makes_a_client_wait_longer_than_it_wants() -> None:
-    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=0.4, wait_for_server_s=0.0)
+    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=0.4, wait_for_room_s=0.0)
     assert delays(*attempts(retry), told(3600.0)) == pytest.approx([0.5])
     tries, clock = attempts(Retry(), timeout_s=1.0)
     assert delays(tries, clock, told(2.0)) == []

@@ -80,8 +80,7 @@ class Attempts:
         if self._overloaded_since is None:
             self._overloaded_since = now
         self._overloaded += 1
-        # A server that says when to come back is as good as one that starts: worth waiting for.
-        worth_s = self._retry.wait_for_server_s if error.retry_after_s > 0 else 0.0
+        worth_s = self._retry.wait_for_room_s if error.retry_after_s > 0 else 0.0
         if self._overloaded >= self._retry.attempts and now - self._overloaded_since >= worth_s:
             raise error
         told = min(error.retry_after_s, self._retry.backoff_max_s)

@@ -95,12 +95,15 @@ def serving(
     drain_s: float = 5.0,
     **memory: Any,
 ) -> Iterator[ServerProcess]:
-    """A server of `path` that is ready; its log goes to `folder`."""
+    """A server of `path` that is ready; its log goes to `folder`.
+
+    However slow the machine is, it refuses nothing for that; but a request that it will not answer within its deadline.
+    """
     options = ServeOptions(
         path=path,
         listen=listen,
         uds=uds,
-        limits=Limits(**(limits or {})),
+        limits=Limits(**{"queue_s": 3600.0} | (limits or {})),
         shared_memory=shared_memory or SharedMemoryOptions(),
         record=record,
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
