@@ -140,9 +140,10 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             listen=None if options.listen == "none" else options.listen,
             uds=options.uds,
             memory=_memory_options(options),
+            limits=_limits(options),
             shared_memory=shared_memory,
             record=record,
-            grace_s=options.grace_s,
+            drain_s=options.drain_seconds,
             metrics=None if options.metrics == "none" else options.metrics,
             spans=None if options.otlp is None else SpanOptions(options.otlp, options.otlp_ratio),
             device=options.device,
@@ -185,6 +186,17 @@ def _ask(options: argparse.Namespace, method: str, what: str) -> int:
         raise ServeError(text)
     print(text)
     return 0
+
+
+def _limits(options: argparse.Namespace) -> Any:
+    from engram_server.limits import Limits
+
+    return Limits(
+        pending_rows=options.pending_rows,
+        queue_s=options.queue_seconds,
+        client_rows=options.client_rows or None,
+        client_rows_per_s=options.client_rows_per_s or None,
+    )
 
 
 def _warm(options: argparse.Namespace) -> int:
@@ -410,7 +422,11 @@ def _add_serving(sub: Any) -> Configurable:
     )
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
     sub.add_argument(
-        "--grace-s", type=_seconds, default=10.0, metavar="S", help="time for calls under way at the end (10)"
+        "--drain-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="after SIGTERM, how long requests that were taken may go on (10); a second signal ends them at once",
     )
     sub.add_argument(
         "--metrics",
@@ -455,6 +471,7 @@ def _add_serving(sub: Any) -> Configurable:
     )
     _add_security(sub)
     _add_recording(sub)
+    _add_limits(sub)
     _add_shared_memory(sub)
     _add_tokenizer(sub)
     _add_reading(sub, cache_bytes=2 << 30)
@@ -538,6 +555,40 @@ def _add_recording(sub: Any) -> None:
         default=4 << 30,
         metavar="SIZE",
         help="about how large the trace may get; what comes then is counted (4GiB)",
+    )
+
+
+def _add_limits(sub: Any) -> None:
+    group = sub.add_argument_group(
+        "overload", "What is over a limit is refused at once, with the time to come back."
+    )
+    group.add_argument(
+        "--queue-seconds",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="a request that would wait longer for others is refused (1)",
+    )
+    group.add_argument(
+        "--pending-rows",
+        type=_rows,
+        default=16 * 65_536 * 48,
+        metavar="N",
+        help="rows that all requests being worked on may ask for together (50331648)",
+    )
+    group.add_argument(
+        "--client-rows",
+        type=_rows,
+        default=0,
+        metavar="N",
+        help="of these, what one client may have, beside its first request (0: all)",
+    )
+    group.add_argument(
+        "--client-rows-per-s",
+        type=_rows,
+        default=0,
+        metavar="N",
+        help="rows that one client may ask for; after a pause it may use a second of them at once (0: any number)",
     )
 
 
@@ -753,6 +804,12 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("this is not UTF-8") from None
     return text
+
+
+def _rows(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,18}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
+    return int(text)
 
 
 def _count(text: str) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,9 @@ _SMALL_ROWS = 16 * 1024
 _SMALL_BYTES = 1 << 20
 """The same for gathering."""
 _BUDGET_POLL_S = 0.01
+_ROOM_POLL_MAX_S = 0.1
+_CLIENTS_MAX = 10_000
+"""Clients whose limits are remembered; each takes some hundred bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +67,9 @@ class Fetcher:
         self._memory = memory
         self._converter = converter
         self._limits = limits
+        self._admission_limits = limits.admission
+        self._quotas: OrderedDict[str, _core.Quota] = OrderedDict()
+        """Of clients by name; who was silent for longest comes first."""
         self._on_damage = on_damage
         self._completions = Completions(memory.engine)
         self._under_way = 0
@@ -71,11 +78,19 @@ class Fetcher:
         self.recorder: Recorder | None = None
         """Notes every lookup that was planned."""
 
-    def admit(self, message: pb.LookupRequest, call_left_s: float | None = None) -> Admission:
+    async def admit(
+        self,
+        message: pb.LookupRequest,
+        client: str,
+        call_left_s: float | None = None,
+        *,
+        patient: Callable[[], bool] = lambda: False,
+    ) -> Admission:
         """Count a request in before any work is done for it; `release` what is returned.
 
-        call_left_s: seconds until the deadline of the call it came with, None = there is none.
-        Raises InvalidRequestError when it alone asks for too much, OverloadedError when all together do.
+        client: its name. call_left_s: seconds until the deadline of the call it came with, None = there is none.
+        Raises InvalidRequestError when it alone asks for too much, OverloadedError when there is no room for it: at
+        once, or when it is `patient` no more. Raises DeadlinePassedError.
         """
         rows = wire.rows_of(message, self._memory, self._limits.request_rows)
         if rows > self._limits.request_rows:
@@ -83,14 +98,45 @@ class Fetcher:
                 f"the request asks for {rows} rows, over the limit of {self._limits.request_rows}: split it"
             )
         terms = wire.terms_of(message, rows, self._limits.decode_rows, call_left_s)
-        self._memory.engine.admit(rows, terms.lane, self._limits.pending_rows)
-        self._under_way += 1
-        self._idle.clear()
-        return Admission(rows, terms)
+        quota = self._quota(client)
+        self._begun()
+        try:
+            while True:
+                try:
+                    admission = self._memory.engine.admit(
+                        rows, terms.lane, self._admission_limits, left_s=terms.left_s(), client=quota
+                    )
+                    return Admission(rows, replace(terms, admission=admission))
+                except _core.OverloadedError as error:
+                    if not patient():
+                        self._memory.engine.count_overload(error.limit)
+                        raise
+                    wait_s = min(error.retry_after_s, _ROOM_POLL_MAX_S)
+                await asyncio.sleep(wait_s)
+        except BaseException:
+            self._over()
+            raise
+
+    def _quota(self, client: str) -> _core.Quota | None:
+        if self._limits.client_rows is None and self._limits.client_rows_per_s is None:
+            return None
+        quota = self._quotas.setdefault(client, _core.Quota())
+        self._quotas.move_to_end(client)
+        if len(self._quotas) > _CLIENTS_MAX:
+            self._quotas.popitem(last=False)
+        return quota
 
     def release(self, admission: Admission) -> None:
         """A request that was admitted is over."""
-        self._memory.engine.release(admission.rows)
+        assert admission.terms.admission is not None
+        admission.terms.admission.release()
+        self._over()
+
+    def _begun(self) -> None:
+        self._under_way += 1
+        self._idle.clear()
+
+    def _over(self) -> None:
         self._under_way -= 1
         if not self._under_way:
             self._idle.set()
@@ -137,8 +183,9 @@ class Fetcher:
             try:
                 submit = partial(block.submit, self._memory.engine, terms, notify=True)
                 return submit() if block.rows <= _SMALL_ROWS else await asyncio.to_thread(submit)
-            except _core.OverloadedError:
+            except _core.OverloadedError as error:
                 if time.monotonic() >= give_up:
+                    self._memory.engine.count_overload(error.limit)
                     raise
             await asyncio.sleep(_BUDGET_POLL_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engram_kernels import _core
 from engram_server.lookup import BLOCK_BYTES
 
 MESSAGE_OVERHEAD_BYTES = 1 << 20
@@ -25,6 +26,14 @@ class Limits:
     pending_rows: int = 16 * 65_536 * 48
     """Rows that all requests being worked on may ask for together, over gRPC and through shared memory; each holds 8
     bytes of row id. The last eighth is for the decode lane alone."""
+    queue_s: float = 1.0
+    """How long a new request may have to wait for others, as estimated from what these have still to read and how fast
+    rows were read of late; one that would wait longer, or past its own deadline, is refused at once. A forward that
+    waits a second for rows has failed its user already, and what was let in is read a second after a rush has ended."""
+    client_rows: int | None = None
+    """Of pending_rows, those that one client may have, beside its first request; None: all."""
+    client_rows_per_s: float | None = None
+    """Rows that one client may ask for; after a pause it may use up to a second of them at once. None: any number."""
     decode_rows: int = 128 * 48
     """A request of at most so many rows that names no lane goes to the decode lane: 128 tokens of both layers."""
     prefetch_rows: int = 4 * 65_536 * 48
@@ -42,7 +51,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: a limit must be positive")
         if self.unary_reply_bytes + MESSAGE_OVERHEAD_BYTES > self.message_bytes:
             raise ValueError(
@@ -62,6 +71,16 @@ class Limits:
             raise ValueError(
                 f"prefetch_rows ({self.prefetch_rows}) is under request_rows ({self.request_rows})"
             )
+
+    @property
+    def admission(self) -> _core.AdmissionLimits:
+        """What requests are let in by, over gRPC and through shared memory."""
+        return _core.AdmissionLimits(
+            rows=self.pending_rows,
+            queue_s=self.queue_s,
+            client_rows=self.client_rows or 0,
+            client_rows_per_s=self.client_rows_per_s or 0.0,
+        )
 
     @property
     def decode_reserve_rows(self) -> int:

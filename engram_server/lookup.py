@@ -162,6 +162,7 @@ class Block:
             columns=self.columns,
             lane=terms.lane,
             deadline_s=terms.left_s(),
+            admission=terms.admission,
         )
 
     def copy_hits(
@@ -175,7 +176,13 @@ class Block:
         if self.picks is not None:
             return None
         return engine.copy_hits(
-            self.keys, format, out, group=self.group, columns=self.columns, lane=terms.lane
+            self.keys,
+            format,
+            out,
+            group=self.group,
+            columns=self.columns,
+            lane=terms.lane,
+            admission=terms.admission,
         )
 
     def payload(self, batch: _core.Batch, first: int, count: int, format: _core.Format) -> bytes:

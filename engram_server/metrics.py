@@ -178,6 +178,7 @@ class MemoryCollector(Collector):
         yield from self._reads()
         yield from self._rows()
         yield from self._conversions()
+        yield from self._overload()
         yield from self._cache()
         yield from self._shared_memory()
 
@@ -307,6 +308,26 @@ class MemoryCollector(Collector):
             written.add_metric(["cuda", _FORMATS[_core.Format.BF16]], bytes_)
         yield seconds
         yield written
+
+    def _overload(self) -> Iterator[Metric]:
+        engine = self._opened.memory.engine
+        overload = CounterMetricFamily(
+            "engram_overload", "Requests refused because there was no room, by the limit.", labels=["limit"]
+        )
+        for limit, count in engine.overloads().items():
+            overload.add_metric([limit], count)
+        yield overload
+        yield _gauge(
+            "engram_admitted_rows", "Rows that requests being worked on asked for.", engine.admitted_rows
+        )
+        wait = GaugeMetricFamily(
+            "engram_wait_seconds",
+            "What requests being worked on have still to read, at the rate of late.",
+            labels=["lane"],
+        )
+        for lane, name in ((_core.Lane.DECODE, "decode"), (_core.Lane.PREFILL, "bulk")):
+            wait.add_metric([name], engine.wait_s(lane))
+        yield wait
 
     def _cache(self) -> Iterator[Metric]:
         stats = self._opened.memory.cache_state()

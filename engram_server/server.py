@@ -65,7 +65,7 @@ class ServeOptions:
     shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
     record: RecordOptions | None = None
     """A trace of all lookups that come over gRPC."""
-    grace_s: float = 10.0
+    drain_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
     """What makes bf16 of packed rows: cpu, cuda or cuda:N."""
@@ -93,7 +93,7 @@ def serve(options: ServeOptions) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     claims = options.shared_memory.claims()
     tables = Tables(
-        lambda: Generation.open(options.path, options.memory, options.device, claims), options.grace_s
+        lambda: Generation.open(options.path, options.memory, options.device, claims), options.drain_s
     )
     # The tables outlive the loop: only when its last task has dropped its rows is there nothing to wait for.
     with closing(tables):
@@ -189,11 +189,11 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         tables.current.keep_hot_set()
 
         await stop.wait()
-        log.info("draining: calls under way have %.0f s to finish", options.grace_s)
+        log.info("draining: calls under way have %.0f s to finish", options.drain_s)
         stop.clear()
         await condition.draining()
         service.drain()
-        drained = asyncio.create_task(_drained(server, channel, options.grace_s))
+        drained = asyncio.create_task(_drained(server, channel, options.drain_s))
         impatient = asyncio.create_task(stop.wait())
         await asyncio.wait({drained, impatient}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
@@ -285,10 +285,10 @@ def _log_load(memory: Memory, tenth: int, seconds: float) -> int:
     return loaded * 10 // rows + 1
 
 
-async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, grace_s: float) -> None:
-    stopped = asyncio.create_task(server.stop(grace_s))
+async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, drain_s: float) -> None:
+    stopped = asyncio.create_task(server.stop(drain_s))
     if channel is not None:
-        await channel.drain(grace_s)
+        await channel.drain(drain_s)
     await stopped
 
 

@@ -21,13 +21,14 @@ import grpc.aio
 from engram_client._payload import CHUNKS, REPLIES, Reply
 from engram_client._proto import engram_pb2 as pb
 from engram_server import lookup, wire
+from engram_server.clients import client_name
 from engram_server.fetch import Fetcher
 from engram_server.generation import Generation
 from engram_server.limits import Limits
 from engram_server.lookup import InvalidRequestError, Plan
 from engram_server.metrics import LookupMetrics
 from engram_server.recorder import Recorder, RecordOptions
-from engram_server.status import status_of
+from engram_server.status import status_of, trailers_of
 from engram_server.stream import ClientGoneError, DrainingError, ReplyStream
 from engram_server.terms import Terms, UnsupportedError
 
@@ -108,7 +109,7 @@ class EngramService:
         try:
             request = wire.well_formed(received)
             fetcher = self.generation.fetcher
-            admission = fetcher.admit(request, context.time_remaining())
+            admission = await fetcher.admit(request, client_name(context), context.time_remaining())
             try:
                 plan = await fetcher.plan(request, admission)
                 reply = await self._reply(fetcher, request.request_id, plan, admission.terms)
@@ -121,8 +122,9 @@ class EngramService:
             raise
         except Exception as error:
             code, text = status_of(error)
+            trailers = trailers_of(error)
             meter.failed(code, began)
-        await context.abort(code, text)
+        await context.abort(code, text, trailers)
         raise AssertionError("abort raises")
 
     async def LookupStream(  # noqa: N802
@@ -135,6 +137,7 @@ class EngramService:
             requests,
             context.write,
             self._metrics.of(context.peer(), "LookupStream", context.invocation_metadata),
+            client_name(context),
             call_left_s=context.time_remaining,
         )
         self._streams.add(stream)
@@ -155,7 +158,7 @@ class EngramService:
                 raise UnsupportedError(
                     "there is no row cache here to fetch rows into: start the server with --cache-bytes"
                 )
-            admission = generation.fetcher.admit(message)
+            admission = await generation.fetcher.admit(message, client_name(context))
             try:
                 request, blocks = await generation.fetcher.plan_prefetch(message, admission)
                 generation.prefetcher.start(blocks, admission.terms.deadline)
@@ -171,9 +174,10 @@ class EngramService:
             )
         except Exception as error:
             code, text = status_of(error)
+            trailers = trailers_of(error)
             if spans is not None:
                 spans.ended(began, {}, code)
-        await context.abort(code, text)
+        await context.abort(code, text, trailers)
         raise AssertionError("abort raises")
 
     def drain(self) -> None:

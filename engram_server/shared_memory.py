@@ -114,10 +114,10 @@ class SharedMemoryChannel:
             log.warning("shared memory: %s", note)
         return self._native.damage
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and wait until those under way are answered, `grace_s` at most."""
+    async def drain(self, drain_s: float) -> None:
+        """Refuse new requests, and wait until those under way are answered, `drain_s` at most."""
         self._native.drain()
-        give_up = time.monotonic() + grace_s
+        give_up = time.monotonic() + drain_s
         while not self._native.idle and time.monotonic() < give_up:
             await asyncio.sleep(_IDLE_POLL_S)
 
@@ -236,7 +236,7 @@ def _native_server(
         listener=listener.detach(),
         group=group,
         request_rows=limits.request_rows,
-        pending_rows=limits.pending_rows,
+        admission=limits.admission,
         decode_rows=limits.decode_rows,
         block_bytes=limits.block_bytes,
         budget_wait_s=limits.budget_wait_s,

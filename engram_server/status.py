@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import grpc
 
@@ -30,6 +31,21 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     """
     code, text = _code_and_text(error)
     return code, text[:_TEXT_CHARS]
+
+
+def retry_after_ms(error: Exception) -> int:
+    """Milliseconds until the same request may be let in, 0 = nobody knows."""
+    return (
+        math.ceil(1000 * getattr(error, "retry_after_s", 0.0))
+        if isinstance(error, _core.OverloadedError)
+        else 0
+    )
+
+
+def trailers_of(error: Exception) -> tuple[tuple[str, str], ...]:
+    """The same as gRPC has it: https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback."""
+    after_ms = retry_after_ms(error)
+    return (("grpc-retry-pushback-ms", str(after_ms)),) if after_ms else ()
 
 
 def _code_and_text(error: Exception) -> tuple[grpc.StatusCode, str]:

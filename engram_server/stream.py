@@ -22,7 +22,7 @@ from engram_server.fetch import Admission, Fetcher, Hits
 from engram_server.limits import Limits
 from engram_server.lookup import Plan
 from engram_server.metrics import LookupMeter
-from engram_server.status import status_of
+from engram_server.status import retry_after_ms, status_of
 from engram_server.terms import Terms
 
 _BLOCKS_AHEAD = 2
@@ -106,16 +106,18 @@ class ReplyStream:
         requests: AsyncIterator[wire.Received],
         write: Callable[[Chunk], Awaitable[None]],
         meter: LookupMeter,
+        client: str = "",
         call_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """fetcher gives what a request that begins now is answered by. write sends a chunk and returns when the
         transport has room for the next; it raises, with whatever exception, when the client is gone. meter counts the
-        replies. call_left_s: seconds until the deadline of the call, None = none."""
+        replies. client: its name. call_left_s: seconds until the deadline of the call, None = none."""
         self._fetcher = fetcher
         self._chunk_bytes = limits.chunk_bytes
         self._requests = requests
         self._transport_write = write
         self._meter = meter
+        self._client = client
         self._call_left_s = call_left_s
         self._slots = asyncio.Semaphore(limits.stream_requests)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
@@ -184,7 +186,10 @@ class ReplyStream:
     async def _begin(self, answer: Answer, received: wire.Received) -> None:
         request = wire.well_formed(received)
         fetcher = answer.fetcher = self._fetcher()
-        admission = answer.admission = fetcher.admit(request, self._call_left_s())
+        # A stream that has nothing under way is refused at once, and may ask elsewhere; one that has waits its turn.
+        admission = answer.admission = await fetcher.admit(
+            request, self._client, self._call_left_s(), patient=lambda: self._unsent > 1
+        )
         self._admitted[admission] = fetcher
         plan = await fetcher.plan(request, admission)
         answer.put(plan)
@@ -216,7 +221,7 @@ class ReplyStream:
             code, text = status_of(error)
             self._meter.failed(code, answer.began)
             self._counted = 1
-            failure = pb.Error(code=code.value[0], message=text)
+            failure = pb.Error(code=code.value[0], message=text, retry_after_ms=retry_after_ms(error))
             await self._write(Chunk(pb.LookupChunk(request_id=answer.request_id, last=True, error=failure)))
 
     async def _reply(self, answer: Answer) -> None:

@@ -24,6 +24,8 @@ class Terms:
     lane: _core.Lane
     deadline: float | None = None
     """On the clock of time.monotonic; None = never."""
+    admission: _core.Admission | None = None
+    """What let it in; None: nobody was asked."""
 
     def left_s(self) -> float | None:
         """Seconds until the deadline, None = any. Raises DeadlinePassedError when there are none."""

@@ -266,6 +266,10 @@ def describe(
             concurrent_rpcs=limits.concurrent_rpcs,
             decode_rows=limits.decode_rows,
             prefetch_rows=limits.prefetch_rows,
+            pending_rows=limits.pending_rows,
+            queue_seconds=limits.queue_s,
+            client_rows=limits.client_rows or 0,
+            client_rows_per_s=limits.client_rows_per_s or 0.0,
         ),
         backend=pb.BackendInfo(
             name=memory.reader.backend, reason=memory.reader.reason, fallback=memory.reader.fallback

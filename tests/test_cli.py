@@ -213,7 +213,7 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
         ("serve", fp4_checkpoint, "--io-depth", "0"),
         ("serve", fp4_checkpoint, "--io-depth", "9" * 20),
         ("serve", fp4_checkpoint, "--io-threads=-1"),
-        ("serve", fp4_checkpoint, "--grace-s", "nan"),
+        ("serve", fp4_checkpoint, "--drain-seconds", "nan"),
     ):
         result = engram_server(*arguments)
         assert result.returncode == 2

@@ -179,7 +179,7 @@ def test_what_is_printed_reads_back_as_the_same(file: Path) -> None:
     settings = (
         Setting("path", 'a "quoted" \\ #1 \t\x7fé', "command line"),
         Setting("uds", None, "default"),
-        Setting("grace-s", 0.5, "default"),
+        Setting("drain-seconds", 0.5, "default"),
         Setting("resident", True, "X"),
         Setting("replica", [Path("x"), Path("y z")], str(file)),
     )
@@ -187,7 +187,7 @@ def test_what_is_printed_reads_back_as_the_same(file: Path) -> None:
     assert tomllib.loads(text) == {
         "serve": {
             "path": 'a "quoted" \\ #1 \t\x7fé',
-            "grace-s": 0.5,
+            "drain-seconds": 0.5,
             "resident": True,
             "replica": ["x", "y z"],
         }

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.native import BACKENDS, CODE_BYTES, PACKED, ROWS, Tables, drain, random_ids
+from support.serving import until
 
 from engram_kernels import _core
 
@@ -301,3 +302,45 @@ def test_a_forked_child_gets_an_error_and_ends(tables: Tables) -> None:
     )
     assert done.stdout.count("opened before a fork") == 2
     assert done.stdout.splitlines()[-1] == "5"
+
+
+def test_reads_of_a_request_that_was_let_in_are_counted_to_their_end(tables: Tables) -> None:
+    """However they end: read, joined, given up, failed. Else its queue would look full, or its drive slow, for ever."""
+    engine = tables.open(cache_bytes=1 << 20)
+    limits = _core.AdmissionLimits(rows=10**9, queue_s=1e6)
+    prefill = _core.Lane.PREFILL
+    admission = engine.admit(1_000_000, prefill, limits)
+
+    def submit(seed: int) -> _core.Batch:
+        ids = random_ids(14, (200, 24), seed)
+        return engine.submit([(14, ids)], group=8, lane=prefill, admission=admission)
+
+    def all_ended() -> bool:
+        return engine.wait_s(prefill) == 0
+
+    assert engine.wait_s(prefill) > 0, "nothing of it was planned"
+    twice = [submit(1), submit(1)]
+    for batch in twice:
+        assert batch.wait(30)
+        batch.check()
+    del twice, batch
+    assert all_ended()
+    for seed in range(2, 40):
+        submit(seed)  # and dropped
+    until(all_ended)
+    os.truncate(tables.path, 0)
+    failed = submit(40)
+    assert failed.wait(30)
+    with pytest.raises(_core.RowError):
+        failed.check()
+    assert all_ended()
+    assert engine.admitted_rows == 1_000_000
+    # While nothing is read, the rate is what it was.
+    other = engine.admit(1_000, prefill, limits)
+    before = engine.wait_s(prefill)
+    time.sleep(0.2)
+    assert engine.wait_s(prefill) == before > 0
+    other.release()
+    admission.release()
+    assert engine.admitted_rows == 0
+    engine.close()

@@ -173,24 +173,25 @@ def test_requests_are_admitted_up_to_the_limit(memory: Memory) -> None:
     async def admit() -> None:
         fetcher = Fetcher(memory, Limits(request_rows=10, pending_rows=25), lambda sentence: None)
         with pytest.raises(InvalidRequestError, match="asks for 11 rows, over the limit of 10"):
-            fetcher.admit(rows(11))
-        first = fetcher.admit(rows(10))
+            await fetcher.admit(rows(11), "")
+        first = await fetcher.admit(rows(10), "")
         assert first.rows == 10
-        fetcher.admit(rows(10))
+        second = await fetcher.admit(rows(10), "")
         with pytest.raises(_core.OverloadedError, match="20 rows are being worked on; 6 more"):
-            fetcher.admit(rows(6))
+            await fetcher.admit(rows(6), "")
         # What is left after an eighth of the limit is for the decode lane alone.
         bulk = rows(4)
         bulk.lane = pb.LANE_PREFILL
         with pytest.raises(_core.OverloadedError, match="the limit of 22 for lanes other than decode"):
-            fetcher.admit(bulk)
-        fetcher.release(fetcher.admit(rows(4)))
+            await fetcher.admit(bulk, "")
+        fetcher.release(await fetcher.admit(rows(4), ""))
         fetcher.release(first)
-        assert fetcher.admit(rows(10)).rows == 10
+        assert second.rows == 10
+        assert (await fetcher.admit(rows(10), "")).rows == 10
         # For tokens all columns of all layers are hashed, whatever is selected.
         one_token = pb.TokenKeys(sequences=[pb.Sequence(tokens=bytes(4))])
         with pytest.raises(InvalidRequestError, match="asks for 48 rows"):
-            fetcher.admit(pb.LookupRequest(tokens=one_token, layers=[1]))
+            await fetcher.admit(pb.LookupRequest(tokens=one_token, layers=[1]), "")
         fetcher.close()
 
     asyncio.run(admit())

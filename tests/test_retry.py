@@ -4,6 +4,7 @@ import grpc
 import pytest
 
 from engram_client import (
+    NO_RETRY,
     DataLossError,
     DeadlineError,
     EngramError,
@@ -59,6 +60,30 @@ def test_unavailable_server_is_waited_for_longer_than_attempts_say() -> None:
     assert sum(delays(*attempts(retry), GONE)) == pytest.approx(5.0)
     retry = Retry(attempts=1, wait_for_server_s=0)
     assert delays(*attempts(retry), GONE) == []
+
+
+def told(after_s: float) -> OverloadedError:
+    error = OverloadedError("full")
+    error.retry_after_s = after_s
+    return error
+
+
+def test_an_overloaded_server_that_says_when_is_waited_for_so_long() -> None:
+    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=1.0, wait_for_room_s=3.0)
+    # What it says is a lower bound: later by a quarter here, and by half at most.
+    assert delays(*attempts(retry), told(0.8)) == pytest.approx([1.0, 1.0, 1.0])
+    assert delays(*attempts(retry), told(0.01))[:3] == pytest.approx([0.1, 0.2, 0.4])
+    for jitter, delay in ((0.0, 0.8), (0.999, 1.2)):
+        tries = Attempts(retry, 1, None, jitter=lambda value=jitter: value)
+        assert tries.delay_after(told(0.8)) == pytest.approx(delay, rel=1e-3)
+
+
+def test_no_server_makes_a_client_wait_longer_than_it_wants() -> None:
+    retry = Retry(attempts=2, backoff_s=0.1, backoff_max_s=0.4, wait_for_room_s=0.0)
+    assert delays(*attempts(retry), told(3600.0)) == pytest.approx([0.5])
+    tries, clock = attempts(Retry(), timeout_s=1.0)
+    assert delays(tries, clock, told(2.0)) == []
+    assert delays(*attempts(NO_RETRY), told(1.0)) == []
 
 
 def test_jitter_halves_to_one_and_a_half() -> None:

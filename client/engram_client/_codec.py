@@ -197,7 +197,7 @@ class Assembler:
         chunk = spliced.message
         self._check_id(chunk.request_id)
         if chunk.HasField("error"):
-            raise from_number(chunk.error.code, chunk.error.message, self._target)
+            raise from_number(chunk.error.code, chunk.error.message, self._target, chunk.error.retry_after_ms)
         if (self._shape is None) != chunk.HasField("shape"):
             raise self._wrong("the shape of a reply belongs in its first chunk, and there alone")
         if self._shape is None:

@@ -32,14 +32,16 @@ class Retry:
     backoff_s: float = 0.05
     """Before the second round; doubles each time, and varies by ±50 % lest clients march in step."""
     backoff_max_s: float = 1.0
-    """The longest wait between two rounds."""
+    """The longest wait between two rounds, whatever an overloaded server asks for."""
     wait_for_server_s: float = 5.0
     """How long to go on trying, whatever `attempts` says, when no target answers: a restart takes seconds."""
+    wait_for_room_s: float = 30.0
+    """The same, when an overloaded server says when to come back."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
             raise ValueError(f"attempts is {self.attempts}; at least one is needed")
-        if min(self.backoff_s, self.backoff_max_s, self.wait_for_server_s) < 0:
+        if min(self.backoff_s, self.backoff_max_s, self.wait_for_server_s, self.wait_for_room_s) < 0:
             raise ValueError("a wait cannot be negative")
 
 
@@ -55,7 +57,7 @@ class Limits:
     """Requests of one `stream()` that wait for their reply; one more waits to be sent."""
 
 
-NO_RETRY = Retry(attempts=1, wait_for_server_s=0.0)
+NO_RETRY = Retry(attempts=1, wait_for_server_s=0.0, wait_for_room_s=0.0)
 """Fail at the first error, after every target was tried."""
 
 

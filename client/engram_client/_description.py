@@ -62,6 +62,10 @@ class ServerLimits:
     concurrent_rpcs: int
     decode_rows: int
     prefetch_rows: int
+    pending_rows: int
+    queue_seconds: float
+    client_rows: int
+    client_rows_per_s: float
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,10 @@ def description_from(reply: pb.DescribeReply, target: str) -> Description:
             concurrent_rpcs=limits.concurrent_rpcs,
             decode_rows=limits.decode_rows,
             prefetch_rows=limits.prefetch_rows,
+            pending_rows=limits.pending_rows,
+            queue_seconds=limits.queue_seconds,
+            client_rows=limits.client_rows,
+            client_rows_per_s=limits.client_rows_per_s,
         ),
         backend=reply.backend.name,
         backend_reason=reply.backend.reason,

@@ -36,6 +36,9 @@ class UnavailableError(EngramError):
 class OverloadedError(EngramError):
     """The server has no room for the request now."""
 
+    retry_after_s: float = 0.0
+    """When it may have, as the server sees it; 0 = it does not say."""
+
 
 class DeadlineError(EngramError, TimeoutError):
     """The time allowed for the request ran out."""
@@ -86,19 +89,23 @@ _WRITE_FAILED = "Internal error from Core"
 """What grpc.aio says, in place of the status, when a stream ends while it writes: github.com/grpc/grpc/issues/36066"""
 _NOT_CONNECTED, _HUNG_UP = "failed to connect", "Socket closed"
 """What gRPC says, and no more, of a server that ends the handshake."""
+_PUSHBACK = "grpc-retry-pushback-ms"
 _BY_NUMBER: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
 
-def from_status(status: grpc.StatusCode, text: str, target: str) -> EngramError:
+def from_status(status: grpc.StatusCode, text: str, target: str, retry_after_ms: int = 0) -> EngramError:
     """The exception for a gRPC status."""
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         text = "no answer in the time allowed"
-    return _BY_STATUS.get(status, ServerError)(text or status.name, target=target, code=status.name)
+    error = _BY_STATUS.get(status, ServerError)(text or status.name, target=target, code=status.name)
+    if isinstance(error, OverloadedError):
+        error.retry_after_s = retry_after_ms / 1000
+    return error
 
 
-def from_number(number: int, text: str, target: str) -> EngramError:
+def from_number(number: int, text: str, target: str, retry_after_ms: int = 0) -> EngramError:
     """The exception for a status sent as a number, as in the `Error` of a stream."""
-    return from_status(_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN), text, target)
+    return from_status(_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN), text, target, retry_after_ms)
 
 
 def from_rpc(error: grpc.RpcError, target: str) -> EngramError:
@@ -111,4 +118,12 @@ def from_rpc(error: grpc.RpcError, target: str) -> EngramError:
     text = error.details() or ""
     if text.startswith(_NOT_CONNECTED) and text.endswith(_HUNG_UP):
         text += " (it hung up at once: does it want TLS, or a certificate of this client that it knows?)"
-    return from_status(error.code(), text, target)
+    return from_status(error.code(), text, target, _pushback_ms(error))
+
+
+def _pushback_ms(error: grpc.Call | grpc.aio.AioRpcError) -> int:
+    """What a server asks for with https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _PUSHBACK and str(value).isdecimal():
+            return int(value)
+    return 0

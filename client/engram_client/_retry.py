@@ -36,6 +36,7 @@ class Attempts:
         self._unavailable = 0
         self._unavailable_since: float | None = None
         self._overloaded = 0
+        self._overloaded_since: float | None = None
 
     def remaining_s(self, at_most: float | None = None) -> float | None:
         """Time the next try may take; None = any. Raises DeadlineError when there is none left."""
@@ -50,16 +51,13 @@ class Attempts:
         """Seconds to wait before the next try, or raise `error` when there is to be none.
 
         A server that is unavailable is left for the next target at once; only a whole round of them is
-        followed by a wait. An overloaded one always is.
+        followed by a wait. An overloaded one always is: for as long as it says, up to the longest wait there is.
         """
         now = self._clock()
         if isinstance(error, UnavailableError):
             delay = self._after_unavailable(error, now)
         elif isinstance(error, OverloadedError):
-            self._overloaded += 1
-            if self._overloaded >= self._retry.attempts:
-                raise error
-            delay = self._backoff(self._overloaded)
+            delay = self._after_overload(error, now)
         else:
             raise error
         if self._deadline is not None and now + delay >= self._deadline:
@@ -77,6 +75,17 @@ class Attempts:
         if rounds >= self._retry.attempts and waited >= self._retry.wait_for_server_s:
             raise error
         return self._backoff(rounds)
+
+    def _after_overload(self, error: OverloadedError, now: float) -> float:
+        if self._overloaded_since is None:
+            self._overloaded_since = now
+        self._overloaded += 1
+        worth_s = self._retry.wait_for_room_s if error.retry_after_s > 0 else 0.0
+        if self._overloaded >= self._retry.attempts and now - self._overloaded_since >= worth_s:
+            raise error
+        told = min(error.retry_after_s, self._retry.backoff_max_s)
+        # Later than told by half at most, lest all who were told the same come back at once.
+        return max(told * (1 + self._jitter() / 2), self._backoff(self._overloaded))
 
     def _backoff(self, count: int) -> float:
         delay = min(self._retry.backoff_max_s, self._retry.backoff_s * 2.0 ** min(count - 1, 30))

@@ -320,9 +320,9 @@ class SharedLookup:
                     )
         except channel.lost as error:
             raise UnavailableError(str(error), target=channel.target) from error
-        status, message, payload_bytes, row_bytes, stats = self._ticket.answer
+        status, message, payload_bytes, row_bytes, stats, retry_after_ms = self._ticket.answer
         if status != 0:
-            raise from_number(status, message, channel.target)
+            raise from_number(status, message, channel.target, retry_after_ms)
         if payload_bytes != expected.payload_bytes_max or row_bytes != expected.row_bytes:
             raise ProtocolError(
                 f"{payload_bytes} bytes in rows of {row_bytes} do not answer the request",

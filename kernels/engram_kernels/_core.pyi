@@ -220,8 +220,48 @@ class RowError(Exception):
     error: int
     """As Reader.read reports it, or ERROR_CHECKSUM."""
 
+class OverloadLimit(enum.Enum):
+    """What a refused request ran into."""
+
+    ROWS = 0
+    """Rows of all requests being worked on."""
+    QUEUE = 1
+    """Seconds that it would wait for others."""
+    DEADLINE = 2
+    """Its own time: it would not be answered within it."""
+    CLIENT_ROWS = 3
+    CLIENT_RATE = 4
+    BUDGET = 5
+    """Bytes of all batches alive."""
+
 class OverloadedError(Exception):
-    """The engine's byte budget is used up."""
+    """There is no room now."""
+
+    limit: OverloadLimit
+    retry_after_s: float
+    """The same request may be let in so much later; more than 0."""
+
+class AdmissionLimits:
+    """What requests may ask for together, and each client of them; 0 = no limit of a client's."""
+
+    def __init__(
+        self, *, rows: int, queue_s: float, client_rows: int = 0, client_rows_per_s: float = 0.0
+    ) -> None:
+        """rows: of all requests being worked on, the last eighth of them in the decode lane alone. queue_s: seconds
+        that a new one may have to wait for others, as estimated (kernels/src/admission.h). client_rows: of one client
+        being worked on, though one request is always let in. client_rows_per_s: a client that has asked for more than
+        this times the seconds, and one second more, is refused until the rest is up."""
+
+class Quota:
+    """What one client has been let in with."""
+
+    def __init__(self) -> None: ...
+
+class Admission:
+    """A request that was let in, until it is released or dropped."""
+
+    def release(self) -> None:
+        """It is over. Any number of times."""
 
 class Batch:
     """One submitted set of rows, deduplicated by group. Holds its rows, in the cache's slots or in memory of its
@@ -262,11 +302,26 @@ class Engine:
         """budget_bytes bounds what all batches alive hold besides cache slots, of which bulk lanes may use seven
         eighths; cache_bytes bounds the row cache (0, or too little for one set of slots = none)."""
 
-    def admit(self, rows: int, lane: Lane, limit: int) -> None:
-        """Count a request in before any work is done for it, whichever way it came: all that are being worked on may
-        ask for `limit` rows together, the last eighth of them in the decode lane alone. Raises OverloadedError."""
-    def release(self, rows: int) -> None:
-        """A request that was admitted is over."""
+    def admit(
+        self,
+        rows: int,
+        lane: Lane,
+        limits: AdmissionLimits,
+        *,
+        left_s: float | None = None,
+        client: Quota | None = None,
+    ) -> Admission:
+        """Count a request in before any work is done for it, whichever way it came. left_s: seconds until nobody wants
+        the answer. client: whose limits count, None = nobody's. Raises OverloadedError."""
+    def count_overload(self, limit: OverloadLimit) -> None:
+        """A request was answered with an OverloadedError of that limit; requests of shared memory count themselves."""
+    def overloads(self) -> dict[str, int]:
+        """Requests answered so since the start, by the name of the limit in lower case."""
+    @property
+    def admitted_rows(self) -> int:
+        """Rows of all requests that were admitted and are not over."""
+    def wait_s(self, lane: Lane) -> float:
+        """Seconds that what was admitted has still to read, at the rate of late: of decode, or of both bulk lanes."""
     @property
     def event_fd(self) -> int:
         """Readable when a batch ended; see completions()."""
@@ -281,13 +336,14 @@ class Engine:
         columns: tuple[int, int] | None = None,
         lane: Lane = Lane.DECODE,
         deadline_s: float | None = None,
+        admission: Admission | None = None,
     ) -> Batch:
         """Start reading rows. keys: (layer id, ids [n, W]) with the same n and W in every item; ids may be
         strided views, -1 = zero row. notify: report the tag through event_fd.
 
         group: 8 when every run of 8 columns is a row group, else 1. columns: (begin, end) of the W to answer;
         ids outside of it only say which group a row belongs to. deadline_s: seconds from now after which reads
-        that have not started are given up.
+        that have not started are given up. admission: of the request it is a part of.
 
         Raises ValueError naming layer, position and id when an id is out of range or a layer is unknown,
         OverloadedError when the budget is used up.
@@ -301,9 +357,11 @@ class Engine:
         group: int = 1,
         columns: tuple[int, int] | None = None,
         lane: Lane = ...,
+        admission: Admission | None = None,
     ) -> tuple[int, int, int, int, int, int, int] | None:
         """Rows that are all in the cache, copied as they are looked up: what a batch would give, and faster.
-        keys, group, columns as submit; lane: what it is counted under; out: uint8, written as [n, L, columns, row].
+        keys, group, columns, admission as submit; lane: what it is counted under; out: uint8, written as
+        [n, L, columns, row].
 
         Returns stats as Batch.stats; None when it takes a batch, and then some of out may have been written.
         Raises ValueError when out has another size than these rows, or layers have no row size in common.
@@ -381,7 +439,7 @@ class ShmServer:
         listener: int,
         group: int | None,
         request_rows: int,
-        pending_rows: int,
+        admission: AdmissionLimits,
         decode_rows: int,
         block_bytes: int,
         budget_wait_s: float,
@@ -424,8 +482,9 @@ class ShmTicket:
     def wait(self, timeout_s: float | None = None, spin_us: int = 0) -> bool:
         """False on time-out. Ctrl-C is honoured. Raises ShmLostError, RuntimeError once it is released."""
     @property
-    def answer(self) -> tuple[int, str, int, int, tuple[int, ...]]:
-        """Status as gRPC numbers it, sentence, bytes of the rows, bytes of one, Batch.stats. After wait()."""
+    def answer(self) -> tuple[int, str, int, int, tuple[int, ...], int]:
+        """Status as gRPC numbers it, sentence, bytes of the rows, bytes of one, Batch.stats, milliseconds until the
+        same request may be let in (0: unknown). After wait()."""
     @property
     def rows(self) -> NDArray[np.uint8]:
         """uint8[payload_bytes], in shared memory."""

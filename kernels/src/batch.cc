@@ -215,6 +215,10 @@ void Batch::miss_ended(Miss& miss) {
 void Batch::tell(Miss* over) {
   while (over != nullptr) {
     Miss* const miss = std::exchange(over, over->next);  // it goes with its batch
+    if (Admission* const admission = miss->batch->admission_.get()) {
+      const bool well = (miss->failed.load(std::memory_order_acquire) & miss->need) == 0;
+      admission->read(count_rows(miss->need), well);
+    }
     miss->batch->part_done();
   }
 }
@@ -256,6 +260,15 @@ void Batch::fail_all(std::int32_t why) {
   failed_whole_ = why;
 }
 
+// Once it is known what has to be read, by whomever.
+void Batch::tell_planned() {
+  if (!admission_) return;
+  std::uint64_t to_read = 0;
+  for (const Miss& miss : misses_) to_read += count_rows(miss.need);
+  admission_->planned(stats_.rows, to_read, now_ns());
+  admitted_reads_ = to_read > 0;
+}
+
 void Batch::part_done() {
   if (parts_.fetch_sub(1, std::memory_order_acq_rel) == 1) finish();
 }
@@ -264,6 +277,8 @@ void Batch::part_done() {
 void Batch::finish() {
   find_failure();
   shared_->totals_of(lane_).add(stats_);
+  if (admitted_reads_) admission_->all_read(now_ns());
+  admission_.reset();
   misses_.clear();
   to_read_ = std::vector<Miss*>();
   release_work();

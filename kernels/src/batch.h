@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "admission.h"
 #include "format.h"
 #include "layer_keys.h"
 #include "metrics.h"
@@ -199,6 +200,7 @@ class Batch final : public ReadSource {
                              std::byte* out) const;
 
   void cancel() { wanted_.drop(); }
+  void tell_planned();
   void fail_all(std::int32_t why);
   void find_failure();
   void release_work();
@@ -210,6 +212,8 @@ class Batch final : public ReadSource {
   bool notify_ = false;
   std::function<void()> on_done_;
   Lane lane_ = Lane::decode;
+  std::shared_ptr<Admission> admission_;  // until it is done
+  bool admitted_reads_ = false;           // the admission waits for them to end
   Wanted wanted_;
   std::size_t positions_ = 0;
   Columns columns_;

@@ -74,11 +74,13 @@ Order order_of(const Keys& keys, std::size_t group, const ColumnRange& columns) 
 
 std::shared_ptr<Batch> submit(Engine& engine, const Keys& keys, bool notify, std::size_t group,
                               const ColumnRange& columns, Lane lane,
-                              std::optional<double> deadline_s) {
+                              std::optional<double> deadline_s,
+                              std::shared_ptr<Admission> admission) {
   const std::vector<LayerKeys> layers = layer_keys(keys);
   Order order = order_of(keys, group, columns);
   order.lane = lane;
   order.notify = notify;
+  order.admission = std::move(admission);
   // What is further away than the clock can hold is no deadline.
   if (deadline_s && *deadline_s < kDeadlineMaxS) order.deadline_s = std::max(0.0, *deadline_s);
   nb::gil_scoped_release unlocked;
@@ -94,10 +96,12 @@ void check_out(const Out& out, std::size_t bytes) {
 }
 
 nb::object copy_hits(Engine& engine, const Keys& keys, Format format, const Out& out,
-                     std::size_t group, const ColumnRange& columns, Lane lane) {
+                     std::size_t group, const ColumnRange& columns, Lane lane,
+                     std::shared_ptr<Admission> admission) {
   const std::vector<LayerKeys> layers = layer_keys(keys);
   Order order = order_of(keys, group, columns);
   order.lane = lane;
+  order.admission = std::move(admission);
   check_out(out, engine.gathered_bytes(layers, order, format));
   std::optional<BatchStats> stats;
   {
@@ -210,32 +214,78 @@ nb::tuple progress_tuple(const LoadProgress& progress) {
   return nb::make_tuple(progress.loaded, progress.rows, progress.error);
 }
 
-// RowError and OverloadedError, with RowError's facts as attributes.
-void bind_errors(nb::module_& m) {
-  nb::exception<Overloaded>(m, "OverloadedError");
-  const nb::object row_error =
-      nb::steal<nb::object>(PyErr_NewException("engram_kernels._core.RowError", nullptr, nullptr));
-  m.attr("RowError") = row_error;
+// An exception class with facts as attributes, which `tell` sets.
+template <typename Error, void (*tell)(const Error&, nb::object&)>
+void bind_error(nb::module_& m, const char* name) {
+  const std::string full = std::string("engram_kernels._core.") + name;
+  const nb::object type = nb::steal<nb::object>(PyErr_NewException(full.c_str(), nullptr, nullptr));
+  m.attr(name) = type;
   nb::register_exception_translator(
-      [](const std::exception_ptr& thrown, void* type) {
+      [](const std::exception_ptr& thrown, void* type_ptr) {
         try {
           std::rethrow_exception(thrown);
-        } catch (const RowError& error) {
-          const nb::handle row_error_type(static_cast<PyObject*>(type));
-          nb::object instance = row_error_type(nb::str(error.what()));
-          instance.attr("layer") = error.failure.layer;
-          instance.attr("row") = error.failure.row;
-          instance.attr("error") = error.failure.error;
-          PyErr_SetObject(row_error_type.ptr(), instance.ptr());
+        } catch (const Error& error) {
+          const nb::handle error_type(static_cast<PyObject*>(type_ptr));
+          nb::object instance = error_type(nb::str(error.what()));
+          tell(error, instance);
+          PyErr_SetObject(error_type.ptr(), instance.ptr());
         }
       },
-      row_error.ptr());
+      type.ptr());
+}
+
+void tell_row(const RowError& error, nb::object& instance) {
+  instance.attr("layer") = error.failure.layer;
+  instance.attr("row") = error.failure.row;
+  instance.attr("error") = error.failure.error;
+}
+
+void tell_overload(const Overloaded& error, nb::object& instance) {
+  instance.attr("limit") = error.limit;
+  instance.attr("retry_after_s") = error.retry_after_s;
+}
+
+nb::dict overloads(const Engine& engine) {
+  nb::dict counts;
+  for (std::size_t i = 0; i < kOverloadNames.size(); ++i) {
+    counts[kOverloadNames[i]] = engine.admissions().refused(static_cast<OverloadLimit>(i));
+  }
+  return counts;
+}
+
+void bind_admission(nb::module_& m) {
+  nb::enum_<OverloadLimit>(m, "OverloadLimit")
+      .value("ROWS", OverloadLimit::rows)
+      .value("QUEUE", OverloadLimit::queue)
+      .value("DEADLINE", OverloadLimit::deadline)
+      .value("CLIENT_ROWS", OverloadLimit::client_rows)
+      .value("CLIENT_RATE", OverloadLimit::client_rate)
+      .value("BUDGET", OverloadLimit::budget);
+
+  nb::class_<AdmissionLimits>(m, "AdmissionLimits")
+      .def(
+          "__init__",
+          [](AdmissionLimits* self, std::uint64_t rows, double queue_s, std::uint64_t client_rows,
+             double client_rows_per_s) {
+            new (self) AdmissionLimits{.rows = rows,
+                                       .queue_s = queue_s,
+                                       .client_rows = client_rows,
+                                       .client_rows_per_s = client_rows_per_s};
+          },
+          nb::kw_only(), nb::arg("rows"), nb::arg("queue_s"), nb::arg("client_rows") = 0,
+          nb::arg("client_rows_per_s") = 0.0);
+
+  nb::class_<Quota>(m, "Quota").def(nb::init<>());
+
+  nb::class_<Admission>(m, "Admission").def("release", &Admission::release);
 }
 
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-  bind_errors(m);
+  bind_error<Overloaded, tell_overload>(m, "OverloadedError");
+  bind_error<RowError, tell_row>(m, "RowError");
+  bind_admission(m);
 
   nb::class_<Plane>(m, "Plane")
       .def(
@@ -307,16 +357,36 @@ void bind_engine(nb::module_& m) {
            }),
            nb::arg("reader"), nb::arg("tables"), nb::arg("budget_bytes") = std::uint64_t{1} << 30,
            nb::kw_only(), nb::arg("cache_bytes") = std::uint64_t{0})
-      .def("admit", &Engine::admit, nb::arg("rows"), nb::arg("lane"), nb::arg("limit"))
-      .def("release", &Engine::release, nb::arg("rows"))
+      .def(
+          "admit",
+          [](const Engine& engine, std::uint64_t rows, Lane lane, const AdmissionLimits& limits,
+             std::optional<double> left_s, std::shared_ptr<Quota> client) {
+            return engine.admissions().admit(rows, lane, limits, left_s, std::move(client),
+                                             now_ns());
+          },
+          nb::arg("rows"), nb::arg("lane"), nb::arg("limits"), nb::kw_only(),
+          nb::arg("left_s") = nb::none(), nb::arg("client") = nb::none())
+      .def(
+          "count_overload",
+          [](const Engine& engine, OverloadLimit limit) { engine.admissions().count(limit); },
+          nb::arg("limit"))
+      .def("overloads", &overloads)
+      .def_prop_ro("admitted_rows", [](const Engine& engine) { return engine.admissions().rows(); })
+      .def(
+          "wait_s",
+          [](const Engine& engine, Lane lane) {
+            return engine.admissions().wait_s(lane, now_ns());
+          },
+          nb::arg("lane"))
       .def_prop_ro("event_fd", &Engine::event_fd)
       .def("completions", &Engine::take_completions)
       .def("submit", &submit, nb::arg("keys").noconvert(), nb::arg("notify") = false, nb::kw_only(),
            nb::arg("group") = 1, nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode,
-           nb::arg("deadline_s") = nb::none())
+           nb::arg("deadline_s") = nb::none(), nb::arg("admission") = nb::none())
       .def("copy_hits", &copy_hits, nb::arg("keys").noconvert(), nb::arg("format"),
            nb::arg("out").noconvert(), nb::kw_only(), nb::arg("group") = 1,
-           nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode)
+           nb::arg("columns") = nb::none(), nb::arg("lane") = Lane::decode,
+           nb::arg("admission") = nb::none())
       .def("populate_cache", &Engine::populate_cache)
       .def("load_scales", &Engine::load_scales, nb::arg("layer"))
       .def("load_resident", &Engine::load_resident, nb::arg("layer"))

@@ -94,15 +94,13 @@ shm::Served make_served(std::shared_ptr<Engine> engine, std::shared_ptr<Reader> 
   return served;
 }
 
-std::shared_ptr<shm::Server> make_server(const shm::Served& served, const nb::bytes& server_id,
-                                         int listener, std::optional<unsigned> group,
-                                         std::uint64_t request_rows, std::uint64_t pending_rows,
-                                         std::uint64_t decode_rows, std::uint64_t block_bytes,
-                                         double budget_wait_s, unsigned clients,
-                                         std::uint64_t client_bytes, std::uint64_t total_bytes,
-                                         std::uint64_t spin_us) {
+std::shared_ptr<shm::Server> make_server(
+    const shm::Served& served, const nb::bytes& server_id, int listener,
+    std::optional<unsigned> group, std::uint64_t request_rows, const AdmissionLimits& admission,
+    std::uint64_t decode_rows, std::uint64_t block_bytes, double budget_wait_s, unsigned clients,
+    std::uint64_t client_bytes, std::uint64_t total_bytes, std::uint64_t spin_us) {
   shm::Limits limits{.request_rows = request_rows,
-                     .pending_rows = pending_rows,
+                     .admission = admission,
                      .decode_rows = decode_rows,
                      .budget_wait = std::chrono::duration_cast<std::chrono::nanoseconds>(
                          std::chrono::duration<double>(budget_wait_s)),
@@ -222,7 +220,8 @@ nb::tuple answer_of(const shm::Ticket& ticket) {
       PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
   if (!text.is_valid()) throw nb::python_error();
   return nb::make_tuple(static_cast<std::uint32_t>(answer.status), text, answer.payload_bytes,
-                        answer.row_bytes, nb::make_tuple(s[0], s[1], s[2], s[3], s[4], s[5], s[6]));
+                        answer.row_bytes, nb::make_tuple(s[0], s[1], s[2], s[3], s[4], s[5], s[6]),
+                        answer.retry_after_ms);
 }
 
 void bind_server(nb::module_& m) {
@@ -235,7 +234,7 @@ void bind_server(nb::module_& m) {
   nb::class_<shm::Server>(m, "ShmServer")
       .def(nb::new_(&make_server), nb::arg("served"), nb::kw_only(), nb::arg("server_id"),
            nb::arg("listener"), nb::arg("group").none(), nb::arg("request_rows"),
-           nb::arg("pending_rows"), nb::arg("decode_rows"), nb::arg("block_bytes"),
+           nb::arg("admission"), nb::arg("decode_rows"), nb::arg("block_bytes"),
            nb::arg("budget_wait_s"), nb::arg("clients"), nb::arg("client_bytes"),
            nb::arg("total_bytes"), nb::arg("spin_us"))
       .def("reopen", &shm::Server::reopen, nb::arg("served"))

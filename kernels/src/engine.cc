@@ -13,12 +13,8 @@
 namespace engram {
 namespace {
 
-// What of rows and budget only decode may use: bulk lanes must not shut it out.
-constexpr std::uint64_t kDecodeShare = 8;  // one part in so many
-
-std::uint64_t limit_of(Lane lane, std::uint64_t all) {
-  return is_bulk(lane) ? all - all / kDecodeShare : all;
-}
+// Room in the budget comes with the next batch that is dropped: soon, but nobody knows when.
+constexpr double kBudgetRetryS = 0.05;
 
 }  // namespace
 
@@ -108,21 +104,9 @@ std::optional<BatchStats> Engine::copy_hits(const std::vector<LayerKeys>& keys, 
     shared_->converted.add(format, now_ns() - began_ns, copier.bytes());
     shared_->cache->counters().hits.fetch_add(stats->groups, std::memory_order_relaxed);
     shared_->totals_of(order.lane).add(*stats);
+    if (order.admission) order.admission->planned(stats->rows, 0, now_ns());
   }
   return stats;
-}
-
-void Engine::admit(std::uint64_t rows, Lane lane, std::uint64_t limit) {
-  limit = limit_of(lane, limit);
-  std::uint64_t admitted = admitted_rows_.load();
-  do {
-    if (admitted > limit || rows > limit - admitted) {
-      throw Overloaded(std::to_string(admitted) + " rows are being worked on; " +
-                       std::to_string(rows) + " more would pass the limit of " +
-                       std::to_string(limit) +
-                       (is_bulk(lane) ? " for lanes other than decode" : ""));
-    }
-  } while (!admitted_rows_.compare_exchange_weak(admitted, admitted + rows));
 }
 
 std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const Order& order) {
@@ -135,6 +119,7 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
   batch->lane_ = order.lane;
   batch->positions_ = order.positions;
   batch->columns_ = order.columns;
+  batch->admission_ = order.admission;
   if (order.deadline_s) {
     const std::chrono::duration<double> from_now(*order.deadline_s);
     batch->wanted_.set_deadline(std::chrono::duration_cast<std::chrono::nanoseconds>(from_now));
@@ -152,6 +137,7 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
   }
   try {
     planner.look_up();
+    batch->tell_planned();
     if (!batch->to_read_.empty()) {
       reader_->submit(*batch, batch->lane_);
     } else {
@@ -213,9 +199,10 @@ void Engine::reserve(Batch& batch, std::uint64_t bytes) const {
   std::uint64_t used = shared_->in_flight_bytes.load();
   do {
     if (used > budget || bytes > budget - used) {
-      throw Overloaded("batches in flight hold " + std::to_string(used) + " of the budget of " +
-                       std::to_string(budget) + " bytes; this one may need " +
-                       std::to_string(bytes) + ": try again, or raise the budget");
+      throw Overloaded(OverloadLimit::budget, kBudgetRetryS,
+                       "batches in flight hold " + std::to_string(used) + " of the budget of " +
+                           std::to_string(budget) + " bytes; this one may need " +
+                           std::to_string(bytes) + ": try again, or raise the budget");
     }
   } while (!shared_->in_flight_bytes.compare_exchange_weak(used, used + bytes));
   batch.reserved_bytes_ += bytes;

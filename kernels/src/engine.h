@@ -12,20 +12,16 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "admission.h"
 #include "batch.h"
 #include "planner.h"
 #include "reader.h"
 
 namespace engram {
-
-class Overloaded : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // How a batch is asked for.
 struct Order {
@@ -35,6 +31,7 @@ struct Order {
   std::optional<double> deadline_s{};  // from now; reads that have not begun by then are given up
   bool notify = false;                 // reports the tag through event_fd()
   std::function<void()> on_done{};     // called when it is done, on any thread; must not throw
+  std::shared_ptr<Admission> admission{};  // of the request it is of; null: nobody was asked
 };
 
 // How far a load into memory has come.
@@ -53,12 +50,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Counts a request in before any work is done for it, whichever way it came; all that are being
-  // worked on may ask for `limit` rows together, of which a part is for decode alone. Throws
-  // Overloaded.
-  void admit(std::uint64_t rows, Lane lane, std::uint64_t limit);
-  // A request that was admitted is over.
-  void release(std::uint64_t rows) { admitted_rows_.fetch_sub(rows); }
+  // Counts requests in before any work is done for them, whichever way they come.
+  Admissions& admissions() const { return *admissions_; }
 
   // Plans the batch and starts its reads; the ids are not needed afterwards. When the last copy of
   // the pointer goes, reads not started yet are given up, lest a request that nobody waits for
@@ -121,10 +114,10 @@ class Engine {
 
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<EngineShared> shared_;
+  std::shared_ptr<Admissions> admissions_ = std::make_shared<Admissions>();
   GroupHash hash_;
   pid_t pid_;
   std::atomic<std::uint64_t> next_tag_{1};
-  std::atomic<std::uint64_t> admitted_rows_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> populating_{false};
 

@@ -125,7 +125,8 @@ struct Completion {
   // As LookupStats: rows, distinct, cached, joined, reads, read_bytes, groups.
   std::array<std::uint64_t, 7> stats{};
   std::uint32_t row_bytes = 0;
-  std::array<std::uint8_t, 44> zero{};
+  std::uint32_t retry_after_ms = 0;  // resource_exhausted: when to come back; 0: nobody knows
+  std::array<std::uint8_t, 40> zero{};
   std::array<char, 896> message{};
 };
 static_assert(sizeof(Completion) == 1024 && offsetof(Completion, message) == 128);

@@ -41,8 +41,7 @@ struct Served {
 
 struct Limits {
   std::uint64_t request_rows = 131'072 * 48;  // of one request
-  // Of all requests being worked on, those of gRPC among them, 8 bytes of id each.
-  std::uint64_t pending_rows = 16 * 65'536 * 48;
+  AdmissionLimits admission{};                // those of gRPC, and counted together with it
   std::uint64_t decode_rows = 128 * 48;  // a request of at most so many is decode unless it says
   std::uint64_t block_bytes = 4 << 20;   // packed rows of a batch: what a decode step may wait for
   std::chrono::nanoseconds budget_wait = std::chrono::seconds(30);

@@ -199,6 +199,7 @@ void Session::complete(const Entry& entry, const Work::Outcome& outcome) {
   out.status = outcome.status;
   out.payload_bytes = outcome.payload_bytes;
   out.row_bytes = outcome.row_bytes;
+  out.retry_after_ms = outcome.retry_after_ms;
   const BatchStats& stats = outcome.stats;
   out.stats = {stats.rows,  stats.distinct,   stats.cached, stats.joined,
                stats.reads, stats.read_bytes, stats.groups};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -18,8 +19,8 @@ constexpr std::size_t kBlocksAhead = 2;
 constexpr std::size_t kSliceBytes = 4 << 20;
 // One client's part of the engine's budget, and of the rows that may be worked on.
 constexpr std::uint64_t kClientShare = 8;
-// Between two looks at a budget that was full.
-constexpr std::chrono::milliseconds kBudgetPoll{10};
+// Between two looks whether there is room by now.
+constexpr std::chrono::milliseconds kRoomPoll{10};
 
 void add(BatchStats& to, const BatchStats& from) {
   to.distinct += from.distinct;
@@ -63,7 +64,9 @@ Work::Step Work::step() {
   } catch (const std::invalid_argument& error) {
     end(Status::invalid_argument, error.what());
   } catch (const Overloaded& error) {
+    served_->engine->admissions().count(error.limit);
     end(Status::resource_exhausted, error.what());
+    outcome_.retry_after_ms = static_cast<std::uint32_t>(std::ceil(error.retry_after_s * 1e3));
   } catch (const RowError& error) {
     const std::int32_t why = error.failure.error;
     const bool damaged = why == kErrorTruncated || why == kErrorChecksum;
@@ -99,9 +102,9 @@ Work::Step Work::advance() {
 }
 
 Work::Step Work::start() {
-  const std::uint64_t share = scope_.limits.pending_rows / kClientShare;
+  const std::uint64_t share = scope_.limits.admission.rows / kClientShare;
   if (scope_.held_rows != 0 && scope_.held_rows + rows_ > share) return Step::waits;
-  admit();
+  if (!admit()) return Step::waits;
   request_ = read_request(*served_, entry_, scope_.data);
   const std::uint64_t per_position = std::max<std::uint64_t>(1, block_bytes(1));
   block_positions_ = static_cast<std::size_t>(
@@ -109,10 +112,22 @@ Work::Step Work::start() {
   return Step::did;
 }
 
-void Work::admit() {
-  served_->engine->admit(rows_, lane_, scope_.limits.pending_rows);
-  admitted_rows_ = rows_;
+// False: not yet. A client that has nothing under way is refused at once, and may ask elsewhere;
+// one that has waits for its turn, lest it loses a lookup of many requests in the middle of it.
+bool Work::admit() {
+  std::optional<double> left_s;
+  if (deadline_) left_s = std::chrono::duration<double>(*deadline_ - Clock::now()).count();
+  try {
+    admission_ = served_->engine->admissions().admit(rows_, lane_, scope_.limits.admission, left_s,
+                                                     scope_.quota, now_ns());
+  } catch (const Overloaded&) {
+    if (scope_.held_rows == 0) throw;
+    waits_for_admission_ = true;
+    return false;
+  }
+  waits_for_admission_ = false;
   scope_.held_rows += rows_;
+  return true;
 }
 
 // Packed rows of so many positions.
@@ -146,7 +161,8 @@ void Work::ensure_unwritten() const {
 bool Work::copy_hits() {
   if (not_all_hits_ == submitted_ + 1) return false;
   const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
-  const Order order{.positions = count, .columns = request_->columns, .lane = lane_};
+  const Order order{
+      .positions = count, .columns = request_->columns, .lane = lane_, .admission = admission_};
   std::byte* const out =
       scope_.data.data() + entry_.out_offset + submitted_ * request_->position_bytes();
   const auto stats = served_->engine->copy_hits(next_keys(), order, request_->format, out);
@@ -164,7 +180,8 @@ bool Work::copy_hits() {
 Work::Step Work::submit() {
   const std::size_t count = std::min(block_positions_, request_->positions - submitted_);
   const std::vector<LayerKeys> keys = next_keys();
-  Order order{.positions = count, .columns = request_->columns, .lane = lane_};
+  Order order{
+      .positions = count, .columns = request_->columns, .lane = lane_, .admission = admission_};
   if (deadline_) {
     order.deadline_s = std::chrono::duration<double>(*deadline_ - Clock::now()).count();
   }
@@ -227,8 +244,10 @@ Work::Step Work::gather() {
 // Before the client hears of its end, so that there is room for what it asks for next.
 void Work::settle() {
   blocks_.clear();
-  scope_.held_rows -= admitted_rows_;
-  served_->engine->release(std::exchange(admitted_rows_, 0));
+  if (!admission_) return;
+  scope_.held_rows -= rows_;
+  admission_->release();
+  admission_.reset();
 }
 
 void Work::finish() {
@@ -245,7 +264,7 @@ void Work::finish() {
 
 Clock::time_point Work::look_again() const {
   Clock::time_point at = deadline_.value_or(Clock::time_point::max());
-  if (waits_for_budget_until_) at = std::min(at, Clock::now() + kBudgetPoll);
+  if (waits_for_admission_ || waits_for_budget_until_) at = std::min(at, Clock::now() + kRoomPoll);
   return at;
 }
 

@@ -38,6 +38,7 @@ struct Scope {
   std::span<std::byte> data;     // of the client
   std::function<void()> ring{};  // wakes its thread, from any other
 
+  std::shared_ptr<Quota> quota = std::make_shared<Quota>();
   std::uint64_t held_rows = 0;  // of works that have read their keys
   // Of blocks the engine has, those given up among them until their last read has ended.
   std::shared_ptr<std::atomic<std::uint64_t>> submitted_bytes =
@@ -69,6 +70,7 @@ class Work {
   struct Outcome {
     Status status = Status::ok;
     std::string sentence{};
+    std::uint32_t retry_after_ms = 0;  // resource_exhausted: when to come back; 0: nobody knows
     std::uint64_t payload_bytes = 0;
     std::uint32_t row_bytes = 0;
     BatchStats stats{};
@@ -85,7 +87,7 @@ class Work {
 
   Step advance();
   Step start();
-  void admit();
+  bool admit();
   std::vector<LayerKeys> next_keys() const;
   void ensure_unwritten() const;
   bool copy_hits();
@@ -104,13 +106,14 @@ class Work {
   std::uint64_t rows_;
   Lane lane_;
   std::optional<Clock::time_point> deadline_;
-  std::uint64_t admitted_rows_ = 0;
+  std::shared_ptr<Admission> admission_;
   std::optional<Request> request_;
   std::size_t block_positions_ = 0;
   std::size_t submitted_ = 0;  // positions
   std::size_t gathered_ = 0;
   std::size_t not_all_hits_ = 0;  // 1 + where the last block began that the cache did not have
   std::deque<Block> blocks_;
+  bool waits_for_admission_ = false;
   std::optional<Clock::time_point> waits_for_budget_until_;
   Outcome outcome_;
 };

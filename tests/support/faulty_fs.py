@@ -4,6 +4,7 @@
         faults.set("eio", begin, end)       # reads touching [begin, end) fail with EIO
         faults.set("short", begin, end, keep=512)  # they return so many bytes at most
         faults.set("slow", begin, end, delay_s=0.1)  # they take so long, one after another
+        faults.set("hold", begin, end)      # they wait for the next change; needs `threads`, for all else to go on
         faults.clear()
 
 Runs itself in a process of its own.
@@ -37,7 +38,7 @@ class Faults:
         refuse_direct: bool = False,
         delay_s: float = 0.0,
     ) -> None:
-        """kind: "eio", "short", "slow" or "none"; byte range of every file."""
+        """kind: "eio", "short", "slow", "hold" or "none"; byte range of every file."""
         fault = {
             "kind": kind,
             "begin": begin,
@@ -56,14 +57,18 @@ class Faults:
 
 
 @contextmanager
-def faulty_fs(source: Path, mountpoint: Path, control: Path, page_cache: bool = False) -> Iterator[Faults]:
+def faulty_fs(
+    source: Path, mountpoint: Path, control: Path, page_cache: bool = False, threads: bool = False
+) -> Iterator[Faults]:
     """Mount `source` at `mountpoint` for the length of a with block.
 
     page_cache: let the kernel cache pages, which mmap needs; else every read comes here as it was asked.
+    threads: answer up to ten calls of the kernel at once.
     """
     faults = Faults(control)
     mountpoint.mkdir(exist_ok=True)
-    arguments = [str(path) for path in (source, mountpoint, control)] + ["cached" if page_cache else "direct"]
+    arguments = [str(path) for path in (source, mountpoint, control)]
+    arguments += ["cached" if page_cache else "direct", "many" if threads else "one"]
     daemon = subprocess.Popen([sys.executable, __file__, *arguments])
     try:
         deadline = time.monotonic() + 120
@@ -78,7 +83,7 @@ def faulty_fs(source: Path, mountpoint: Path, control: Path, page_cache: bool = 
         daemon.wait(timeout=20)
 
 
-def _serve(source: str, mountpoint: str, control: str, mode: str) -> None:
+def _serve(source: str, mountpoint: str, control: str, mode: str, threads: str) -> None:
     import mfusepy
 
     max_read = 128 << 10  # left alone, the kernel would cut every read into pages
@@ -113,6 +118,8 @@ def _serve(source: str, mountpoint: str, control: str, mode: str) -> None:
                 if fault["kind"] == "short":
                     size = min(size, fault["keep"])
                 time.sleep(fault["delay_s"])
+                while fault["kind"] == "hold" and self._fault() == fault:
+                    time.sleep(0.01)
             return os.pread(fh, size, offset)
 
         def release(self, path: str, fh: int) -> int:
@@ -122,7 +129,7 @@ def _serve(source: str, mountpoint: str, control: str, mode: str) -> None:
         def _fault(self) -> dict[str, Any]:
             return json.loads(Path(control).read_text())
 
-    options = {"ro": True, "nothreads": True, "attr_timeout": 0, "max_read": max_read}
+    options = {"ro": True, "nothreads": threads == "one", "attr_timeout": 0, "max_read": max_read}
     mfusepy.FUSE(Mirror(), mountpoint, foreground=True, direct_io=mode == "direct", **options)
 
 

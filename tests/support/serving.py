@@ -101,15 +101,19 @@ def serving(
     record: RecordOptions | None = None,
     security: SecurityOptions | None = None,
     admin: Path | None = None,
+    drain_s: float = 5.0,
     before: str = "",
     **memory: Any,
 ) -> Iterator[ServerProcess]:
-    """A server of `path` that is ready; its log goes to `folder`. before: Python that its process runs first."""
+    """A server of `path` that is ready; its log goes to `folder`. before: Python that its process runs first.
+
+    However slow the machine is, it refuses nothing for that; but a request that it will not answer within its deadline.
+    """
     options = ServeOptions(
         path=path,
         listen=listen,
         uds=uds,
-        limits=Limits(**(limits or {})),
+        limits=Limits(**{"queue_s": 3600.0} | (limits or {})),
         shared_memory=shared_memory or SharedMemoryOptions(),
         record=record,
         memory=MemoryOptions(cache_bytes=cache_bytes, **memory),
@@ -118,7 +122,7 @@ def serving(
         security=security or SecurityOptions(),
         admin=admin,
         spans=spans,
-        grace_s=5.0,
+        drain_s=drain_s,
     )
     server = ServerProcess(options, folder / "server.log", before)
     try:

@@ -138,7 +138,7 @@ class TableInfo(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., rows: _Optional[int] = ..., kind: _Optional[_Union[RowKind, str]] = ..., row_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., scales: _Optional[_Union[ScalePlacement, str]] = ..., scale_rows_loaded: _Optional[int] = ..., scales_error: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests", "concurrent_rpcs", "decode_rows", "prefetch_rows")
+    __slots__ = ("message_bytes", "unary_reply_bytes", "chunk_bytes", "request_rows", "stream_requests", "concurrent_rpcs", "decode_rows", "prefetch_rows", "pending_rows", "queue_seconds", "client_rows", "client_rows_per_s")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNARY_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,10 @@ class Limits(_message.Message):
     CONCURRENT_RPCS_FIELD_NUMBER: _ClassVar[int]
     DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ROWS_PER_S_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     unary_reply_bytes: int
     chunk_bytes: int
@@ -155,7 +159,11 @@ class Limits(_message.Message):
     concurrent_rpcs: int
     decode_rows: int
     prefetch_rows: int
-    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ..., concurrent_rpcs: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefetch_rows: _Optional[int] = ...) -> None: ...
+    pending_rows: int
+    queue_seconds: float
+    client_rows: int
+    client_rows_per_s: float
+    def __init__(self, message_bytes: _Optional[int] = ..., unary_reply_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., request_rows: _Optional[int] = ..., stream_requests: _Optional[int] = ..., concurrent_rpcs: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefetch_rows: _Optional[int] = ..., pending_rows: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., client_rows: _Optional[int] = ..., client_rows_per_s: _Optional[float] = ...) -> None: ...
 
 class BackendInfo(_message.Message):
     __slots__ = ("name", "reason", "fallback")
@@ -370,12 +378,14 @@ class LookupChunk(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., shape: _Optional[_Union[ReplyShape, _Mapping]] = ..., mask: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., last: bool = ..., stats: _Optional[_Union[LookupStats, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "retry_after_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class LookupStats(_message.Message):
     __slots__ = ("rows", "distinct", "cached", "joined", "reads", "read_bytes", "groups")
