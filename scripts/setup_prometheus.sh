@@ -14,7 +14,7 @@ if [[ -x "$tools/prometheus" && -x "$tools/promtool" ]]; then exit 0; fi
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
   die "missing: ${programs[*]}. This script takes them out of Debian's package only; please put both on PATH, or into" \
-    "$tools (Fedora: golang-github-prometheus; Arch: prometheus; else https://prometheus.io/download) and run it again."
+    "$tools (Arch: prometheus; elsewhere https://prometheus.io/download) and run it again."
 fi
 
 mkdir -p build

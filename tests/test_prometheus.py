@@ -33,6 +33,8 @@ PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"] if panel["type"
 METRICS_DOC = (ROOT / "docs" / "metrics.md").read_text()
 ALERTS_DOC = (ROOT / "docs" / "alerts.md").read_text()
 
+pytestmark = pytest.mark.timeout(900)  # one story, told to the end where it is slow, too
+
 PATIENCE_S = 90.0
 """For what another process does sooner or later; a busy machine is no failure."""
 
@@ -97,6 +99,7 @@ def test_every_alert_leads_to_what_to_do_and_is_provoked() -> None:
     assert re.findall(r"runbook: docs/alerts\.md#(\w+)", RULES.read_text()) == [a.lower() for a in alerts]
     assert re.findall(r"^## (Engram\w+)$", ALERTS_DOC, re.MULTILINE) == alerts
     assert set(TROUBLES) == set(alerts)
+    assert set(re.findall(r"alerts\.md#(\w+)", METRICS_DOC)) == {alert.lower() for alert in alerts}
 
 
 def test_rules_and_panels_ask_for_metrics_that_there_are() -> None:
