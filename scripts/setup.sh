@@ -31,6 +31,7 @@ digest() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
 stamped() { [[ "$(cat ".venv/$1" 2>/dev/null)" == "$2" ]]; }
 
 scripts/setup_system.sh
+scripts/setup_prometheus.sh
 
 if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
   python="$(find_python)" || die "no Python 3.11 or newer found"
