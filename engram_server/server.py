@@ -12,7 +12,6 @@ import asyncio
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from engram_server.health import Health
 from engram_server.http import HttpServer
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import MemoryCollector, ServerMetrics
+from engram_server.metrics import ServerMetrics
 from engram_server.recorder import RecordOptions
 from engram_server.refusals import Refusals
 from engram_server.reload import Reloader
@@ -40,14 +39,11 @@ from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
 from engram_server.spans import SpanOptions, SpanSender
+from engram_server.watching import beat, log_loading, watch_tables
 
 log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
-
-_WATCH_S = 1.0
-"""Between two looks at the table files."""
-_LOAD_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -179,13 +175,13 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         condition.serving()
         await server.start()
         print(_ready_line(options, tables.current.memory, addresses, channel, http, security), flush=True)
-        for task in (
-            asyncio.create_task(_log_loading(tables)),
-            asyncio.create_task(_beat(condition)),
-            asyncio.create_task(_watch(tables, channel, condition, metrics.server)),
-            asyncio.create_task(security.watch()),
+        for watch in (
+            log_loading(tables),
+            beat(condition),
+            watch_tables(tables, channel, condition, metrics.server),
+            security.watch(),
         ):
-            stack.callback(task.cancel)
+            stack.callback(asyncio.create_task(watch).cancel)
         tables.current.keep_hot_set()
 
         await stop.wait()
@@ -257,79 +253,11 @@ def _status(
     }
 
 
-async def _log_loading(tables: Tables) -> None:
-    """Say how far tables or scales are on their way into memory, each tenth of it, and how it ended."""
-    generation, began, tenth = None, 0.0, 1
-    while True:
-        if tables.current is not generation:
-            generation, began, tenth = tables.current, time.monotonic(), 1
-        memory = tables.current.memory
-        if memory.loads and tenth:
-            tenth = _log_load(memory, tenth, time.monotonic() - began)
-        await asyncio.sleep(_LOAD_POLL_S if memory.loads and tenth else _WATCH_S)
-
-
-def _log_load(memory: Memory, tenth: int, seconds: float) -> int:
-    """Log the tenth that is due, if it is; returns the next one, 0 when there is nothing more to say."""
-    what = memory.loads
-    loaded, rows, error = memory.load_progress()
-    if error:
-        log.error("%s stay on disk from %.0f %% on: %s", what, 100 * loaded / rows, error)
-        return 0
-    if loaded == rows:
-        log.info("%s are in memory after %.1f s", what, seconds)
-        return 0
-    if loaded * 10 < rows * tenth:
-        return tenth
-    log.info("%s: %.0f %% in memory", what, 100 * loaded / rows)
-    return loaded * 10 // rows + 1
-
-
 async def _drained(server: grpc.aio.Server, channel: SharedMemoryChannel | None, drain_s: float) -> None:
     stopped = asyncio.create_task(server.stop(drain_s))
     if channel is not None:
         await channel.drain(drain_s)
     await stopped
-
-
-async def _beat(condition: Health) -> None:
-    while True:
-        condition.beat()
-        await asyncio.sleep(_WATCH_S)
-
-
-async def _watch(
-    tables: Tables, channel: SharedMemoryChannel | None, condition: Health, metrics: MemoryCollector
-) -> None:
-    """Report the first change of a table file, also when nobody asks for its rows, and what native threads saw.
-
-    Files are looked at in a thread: a file system that hangs shall not hang the loop.
-    """
-    told: set[str] = set()
-    while True:
-        memory = tables.current.memory
-        try:
-            change = await asyncio.to_thread(memory.reader.change)
-            replaced = await asyncio.to_thread(memory.replaced)
-            damage = "" if channel is None else channel.look()
-            if memory.reader.broken:
-                damage = damage or f"backend {memory.reader.backend}: {memory.reader.reason}"
-            if memory is tables.current.memory:
-                if change or damage:
-                    condition.damaged(change or damage)
-                metrics.replaced = bool(replaced)
-                if replaced and replaced not in told:
-                    log.warning(
-                        "%s: what was opened is served until a reload (SIGHUP) opens it anew", replaced
-                    )
-                    told.add(replaced)
-                if not replaced:
-                    told.clear()
-        except Exception as error:  # and go on: the next look may be a better one
-            if repr(error) not in told:
-                log.error("the table files could not be looked at: %r", error)
-                told.add(repr(error))
-        await asyncio.sleep(_WATCH_S)
 
 
 # ------------------------------------------------------------------------------------------------- binding
