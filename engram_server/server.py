@@ -31,6 +31,7 @@ from engram_server.recorder import RecordOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
+from engram_server.systemd import notify
 
 log = logging.getLogger("engram_server")
 
@@ -232,6 +233,7 @@ class _Health:
 
     async def serving(self) -> None:
         """Tables are open, a row was read, addresses are bound."""
+        notify("READY=1")
         if self._damaged is not None:  # by now
             return
         await _set_status(self._status, health_pb2.HealthCheckResponse.SERVING)
@@ -239,6 +241,7 @@ class _Health:
 
     async def draining(self) -> None:
         """No new requests, please."""
+        notify("STOPPING=1")
         self._say("it is shutting down")
         await self._status.enter_graceful_shutdown()
 
@@ -252,6 +255,7 @@ class _Health:
 
     def beat(self) -> None:
         """The event loop runs."""
+        notify("WATCHDOG=1")
         self._beat = time.monotonic()
 
     def not_ready(self) -> str:
