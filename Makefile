@@ -37,6 +37,10 @@ test-engines: setup ## the plugins of vLLM and SGLang, in the engines' own modul
 	@scripts/engines.sh
 	@$(PYTHON_VENV) -m pytest tests/engines $(PYTEST_ARGS)
 
+.PHONY: test-image
+test-image: setup ## the Dockerfile's image, built and run; needs root
+	@scripts/test_image.sh $(PYTEST_ARGS)
+
 .PHONY: test-gpu
 test-gpu: setup ## tests and bandwidth of the GPU's kernels; needs a GPU
 	@ENGRAM_TEST_GPU=1 $(PYTHON_VENV) -m pytest tests/gpu $(PYTEST_ARGS)

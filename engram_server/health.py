@@ -8,6 +8,8 @@ import time
 
 from grpc_health.v1 import health, health_pb2
 
+from engram_server.systemd import notify
+
 log = logging.getLogger("engram_server")
 
 _STILL_S = 30.0
@@ -43,12 +45,14 @@ class Health:
 
     async def draining(self) -> None:
         """No new requests, please."""
+        notify("STOPPING=1")
         self._draining = True
         self._trouble = "it is shutting down"
         await self._status.enter_graceful_shutdown()
 
     def beat(self) -> None:
         """The event loop runs."""
+        notify("WATCHDOG=1")
         self._beat = time.monotonic()
 
     def not_ready(self) -> str:

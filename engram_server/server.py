@@ -39,6 +39,7 @@ from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
 from engram_server.sockets import ServeError, make_way
 from engram_server.spans import SpanOptions, SpanSender
+from engram_server.systemd import notify
 from engram_server.watching import beat, log_loading, watch_tables
 
 log = logging.getLogger("engram_server")
@@ -174,6 +175,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             stack.callback(admin.close)
         condition.serving()
         await server.start()
+        notify("READY=1")
         print(_ready_line(options, tables.current.memory, addresses, channel, http, security), flush=True)
         for watch in (
             log_loading(tables),

@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
 # Sees to the system packages of a build: a C++ compiler, pkg-config, liburing, Python 3.11+ with venv and headers; and,
 # unless called with --runtime, to what tests and benchmarks need: fio to measure against, FUSE to break reads with, doctest
-# for tests in C++. Missing ones are installed through apt, with sudo when not root; on a system without apt it says what
+# for tests in C++, systemd's analyser for the unit in deploy/; called with --image, to what `make test-image` builds and runs the image with, alone. Missing ones are installed through apt, with sudo when not root; on a system without apt it says what
 # to install. Does nothing, quickly, when nothing is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
 liburing_min=2.3
-with_tests=1
-[[ "${1:-}" != --runtime ]] || with_tests=0
+what="${1:---tests}"
 
 has_header() { c++ -x c++ -E - <<<"#if !__has_include(<$1>)"$'\n#error\n#endif' >/dev/null 2>&1; }
 
 # Prints one line for each thing that is missing: "what it is: apt package...".
 missing() {
+  if [[ "$what" == --image ]]; then
+    command -v debootstrap >/dev/null || echo "debootstrap: debootstrap"
+    command -v podman >/dev/null || echo "podman: podman conmon"
+    command -v runc >/dev/null || echo "runc: runc"
+    return
+  fi
   command -v c++ >/dev/null || echo "a C++ compiler: g++"
   if ! command -v pkg-config >/dev/null; then
     echo "pkg-config: pkg-config"
@@ -22,10 +27,11 @@ missing() {
   elif ! pkg-config --exists "liburing >= $liburing_min"; then
     echo "liburing $liburing_min or newer with its headers: liburing-dev"
   fi
-  if ((with_tests)); then
+  if [[ "$what" == --tests ]]; then
     has_header doctest/doctest.h || echo "doctest: doctest-dev"
     command -v fio >/dev/null || echo "fio: fio"
     command -v fusermount3 >/dev/null || echo "FUSE: fuse3"
+    command -v systemd-analyze >/dev/null || echo "systemd-analyze: systemd"
   fi
   local python version
   if ! python="$(find_python)"; then

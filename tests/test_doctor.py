@@ -148,7 +148,7 @@ def test_a_seccomp_filter_is_named_with_the_remedy(fp4_checkpoint: Path) -> None
     assert done.returncode == 2, done.stderr
     text = " ".join(done.stdout.split())
     assert "WARN io_uring refused, EPERM (Operation not permitted): the seccomp filter" in text
-    assert "--security-opt seccomp=PROFILE.json" in text
+    assert "--security-opt seccomp=engram-server.json" in text
     assert "WARN auto takes pread, 64 threads: io_uring refused" in text
     assert "pread, mmap: 64 random rows" in text
     assert "Works, but degraded: see WARN above (io_uring, auto)." in text

@@ -73,7 +73,7 @@ def test_slow_and_unsteady_disks_are_pointed_out() -> None:
         (
             {"ring_errno": errno.ENOSYS, "io_uring_disabled": 0, "seccomp_mode": 2},
             "seccomp filter",
-            "PROFILE",
+            "engram-server.json",
         ),
         ({"ring_errno": errno.ENOSYS, "io_uring_disabled": None}, "has no io_uring", "6.1 or newer"),
         ({"ring_errno": errno.ENOMEM}, "RLIMIT_MEMLOCK", "LimitMEMLOCK="),

@@ -110,7 +110,7 @@ def test_without_it_a_client_says_so_once_and_uses_grpc(
             f"{server.targets[0]}: no shared memory, so lookups go over gRPC: the server has none"
         ]
         with (
-            EngramClient(server.targets[0], shared_memory="require", retry=Retry(1, 0, 0, 0)) as client,
+            EngramClient(server.targets[0], shared_memory="require") as client,
             pytest.raises(UnavailableError, match="no shared memory: the server has none"),
         ):
             client.lookup([5])

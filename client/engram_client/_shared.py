@@ -72,7 +72,7 @@ class Attachment:
         self._server = server
         self._lock = threading.Lock()
         self._channel: SharedChannel | None = None
-        self._refused_by = ""
+        self._refused_by = self._refusal = ""
         self._again = 0.0
         self._told = False
 
@@ -100,12 +100,13 @@ class Attachment:
         if channel is not None and channel.server_id == description.server_id:
             return channel
         if self._refused_by == description.server_id and time.monotonic() < self._again:
-            self._without("it refused a moment ago")
+            self._without(self._refusal)
             return None
         try:
             attached = SharedChannel(self._options, description, self._target, self._server, at_most_s)
         except _NoChannelError as error:
-            self._refused_by, self._again = description.server_id, time.monotonic() + _AGAIN_S
+            self._refused_by, self._refusal = description.server_id, str(error)
+            self._again = time.monotonic() + _AGAIN_S
             # gRPC reconnects without a word: the server there may be another one by now.
             self._server.forget()
             if channel is not None and not channel.alive:

@@ -152,7 +152,7 @@ def _refusal(system: System) -> tuple[str, str]:
         return (
             "the seccomp filter on this process forbids it, as container runtimes' default profiles do",
             "allow io_uring_setup, io_uring_enter and io_uring_register: docker or podman run --security-opt "
-            "seccomp=PROFILE.json, a copy of the default profile with the three added; in Kubernetes "
+            "seccomp=engram-server.json, the profile in deploy/seccomp of engram-server's sources; in Kubernetes "
             "securityContext.seccompProfile, type Localhost",
         )
     if system.ring_errno == errno.EPERM and system.io_uring_disabled == 1:
