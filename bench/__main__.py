@@ -30,6 +30,7 @@ BENCHMARKS = (
     "text",
     "lanes",
     "shm",
+    "overload",
     "rss",
     "metrics",
     "engine",

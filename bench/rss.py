@@ -45,7 +45,8 @@ def run(scale: Scale) -> Iterator[Result]:
     text = corpus.load(scale, source / "tokenizer.json", tokens * (1 if scale.quick else STREAMS))
     documents = [text.document(0 if scale.quick else number, tokens) for number in range(STREAMS)]
     scale_bytes = open_checkpoint(source).scale_bytes
-    with server(source, cache_bytes) as (process, target):
+    # Four documents at once are a minute of reading, and none is to be refused.
+    with server(source, cache_bytes, "--queue-seconds", "600") as (process, target):
         with EngramClient(target) as client:
             row_bytes = next(iter(client.describe().tables.values())).row_bytes
         filled_bytes = fill(target, int(FILLED * cache_bytes / row_bytes), tokens) * row_bytes

@@ -34,6 +34,7 @@ RESULTS = {
         "shm_vs_grpc_throughput",
         "grpc_decode_vs_echo",
     },
+    "overload": {"overload_refusal_p99_ms", "overload_goodput", "overload_recovery_s", "overload_rss_mib"},
     "rss": {"rss_over_budget_mib"},
     "metrics": {"metrics_read_share", "metrics_lookup_share", "metrics_scrape_share"},
     "engine": {"engine_rss_growth_mib"},

@@ -100,6 +100,11 @@ def test_what_is_counted_is_what_clients_were_told(server: ServerProcess) -> Non
             for call in calls:
                 found: Lookup = call(prompt, format="packed", lane=lane)
                 told[lane].append(found.stats)
+        # A stream's lookup is over, and counted, just after its last byte was handed over; or cancelled, when its
+        # client has gone by then.
+        until(
+            lambda: Scrape(server).sum("engram_lookup_seconds_count", transport="tcp", format="packed") == 6
+        )
     after = Scrape(server)
     for field, what in zip(fields(Stats), _TOTALS, strict=True):
         name = f"engram_{what}_total"
@@ -116,9 +121,6 @@ def test_what_is_counted_is_what_clients_were_told(server: ServerProcess) -> Non
     assert asked == sum(one.read_bytes for stats in told.values() for one in stats)
     useful = after.sum("engram_read_useful_bytes_total") - before.sum("engram_read_useful_bytes_total")
     assert useful == reads / 2 * 136, "two reads a row: codes, and scales"
-    # A stream's lookup is over, and counted, just after its last byte was handed over.
-    until(lambda: Scrape(server).sum("engram_lookup_seconds_count", transport="tcp", format="packed") == 6)
-    after = Scrape(server)
     assert after.sum("engram_lookup_seconds_count", transport="uds", format="packed") == 3
     assert after.sum("engram_lookup_seconds_count", transport="tcp", lane="prefill") == 2
     assert after.sum("engram_lookup_seconds_count", transport="shm", lane="decode", format="packed") == 2

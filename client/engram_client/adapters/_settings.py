@@ -77,7 +77,7 @@ class Settings:
         return EngramClient(
             self.targets,
             timeouts=Timeouts(request_s=self.wait_s + _SLOW_S),
-            retry=Retry(wait_for_server_s=self.wait_s),
+            retry=Retry(wait_for_server_s=self.wait_s, wait_for_room_s=self.wait_s),
             tls=self.tls,
             token=self.token,
         )
