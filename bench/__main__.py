@@ -21,7 +21,20 @@ from engram_server import __version__
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 NEEDS_GPU = ("gpu",)
 """Run by name only."""
-BENCHMARKS = ("hash", "dequant", "cold", "rivals", "warm", "text", "lanes", "shm", "rss", "engine", "convert")
+BENCHMARKS = (
+    "hash",
+    "dequant",
+    "cold",
+    "rivals",
+    "warm",
+    "text",
+    "lanes",
+    "shm",
+    "rss",
+    "engine",
+    "load",
+    "convert",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

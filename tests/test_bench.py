@@ -36,6 +36,7 @@ RESULTS = {
     },
     "rss": {"rss_over_budget_mib"},
     "engine": {"engine_rss_growth_mib"},
+    "load": {"load_over_server_ms"},
     "convert": {"convert_vs_copy"},
 }
 
