@@ -155,12 +155,22 @@ def _latency_table(document: Document) -> str:
     rows = []
     for name, point in _names(document):
         for whole, series in point["series"].items():
-            for kind, found in series["latencies"].items():
+            for kind, found in _kinds(whole, series):
                 rate = f"{series['jobs_per_s']:,.2f}" if kind == whole else ""
                 rows.append(_latency_row(f"{name} {kind}", rate, found))
             for layer, found in series["stalls"].items():
                 rows.append(_latency_row(f"{name} layer {layer} stood still", "", found))
     return _table(["", "count", "a second", "p50", "p90", "p99", "p99.9", "max"], rows)
+
+
+def _kinds(whole: str, series: Document) -> list[tuple[str, Document]]:
+    """Latencies of jobs, and of their parts where they have several: else both are about the same."""
+    count = series["latencies"][whole]["count"]
+    return [
+        (kind, found)
+        for kind, found in series["latencies"].items()
+        if kind == whole or found["count"] != count
+    ]
 
 
 def _latency_row(name: str, rate: str, found: Document) -> list[str]:
@@ -279,10 +289,9 @@ def _draw_percentiles(figure: Figure, document: Document) -> None:
     lines = [
         (f"{name} {kind}".strip(), found)
         for name, point in _names(document)
-        for series in point["series"].values()
-        for kind, found in series["latencies"].items()
+        for whole, series in point["series"].items()
+        for kind, found in _kinds(whole, series)
         if found["count"] and (document["sweep"] is None or kind == document["main"])
-        if kind in point["series"] or found["count"] != series["jobs"]  # not twice the same line
     ]
     for number, (name, found) in enumerate(lines):
         latencies = Latencies(found["histogram"])
