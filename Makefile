@@ -15,7 +15,7 @@ setup: ## install what is missing, make .venv, build
 	@scripts/setup.sh
 
 .PHONY: demo
-demo: setup ## small tables, a server, real text, every row checked
+demo: setup ## small tables, a server, real text, every row checked, a load test
 	@$(PYTHON_VENV) scripts/demo.py
 
 .PHONY: test

@@ -34,6 +34,7 @@ BENCHMARKS = (
     "rss",
     "metrics",
     "engine",
+    "load",
     "convert",
 )
 

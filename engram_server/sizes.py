@@ -13,3 +13,11 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 2GiB, 512MiB or 0")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest unit that leaves a number of 1 or more."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:,.6g} {unit}"
+    return f"{size} B"

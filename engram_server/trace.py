@@ -124,10 +124,12 @@ class Trace:
                     f"{self.path} holds row ids, and what is wanted here are tokens: record without --record-what rows"
                 )
             for sequence in entry.request.tokens.sequences:
-                yield (
-                    np.frombuffer(sequence.tokens, dtype="<i4"),
-                    np.frombuffer(sequence.history, dtype="<i4"),
-                )
+                yield self._ids(sequence.tokens), self._ids(sequence.history)
+
+    def _ids(self, data: bytes) -> NDArray[np.int32]:
+        if len(data) % 4:
+            raise TraceError(f"{self.path}: a lookup in it is damaged: {len(data)} bytes are no token ids")
+        return np.frombuffer(data, dtype="<i4")
 
 
 def is_trace(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """`make demo`: the main job end to end. Tables on disk, a server process, real text over gRPC, every row checked.
 
 The check is independent: row ids by the hash rule written out in Python integers, rows by os.pread (tests/oracles).
-Exit status 1 and a sentence when anything differs.
+Then a short load test, its report as a page, and what the server's metrics say. Exit status 1 and a sentence when
+anything differs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tqdm import tqdm
 
 from engram_client import EngramClient, Lookup
@@ -36,6 +40,18 @@ PREFILL_TOKENS = 2_048
 DECODE_STEPS = 200
 DECODE_BATCH = 8
 START_TIMEOUT_S = 60
+LOAD_S = 5
+LOAD_TOKENS = 512
+SOURCES = ("client", "engram_server", "tests")
+"""Other text than before, so that its rows are on the disk."""
+LOAD_TEXT = ROOT / "data" / "demo-text.txt"
+REPORT = ROOT / "data" / "demo-report.html"
+SHOWN = {
+    "engram_rows_total": "rows asked for",
+    "engram_row_reads_total": "reads of these from the disk",
+    "engram_read_seconds": "mean of a read, ms",
+}
+"""Of what /metrics has."""
 
 
 class DemoError(Exception):
@@ -54,17 +70,17 @@ def main() -> int:
 
 def run() -> None:
     """The story, step by step."""
-    say("1/5 tables", f"{CHECKPOINT.relative_to(ROOT)}, laid out like DeepSeek-V4.1-Flash, FP4, 1.3 GB")
+    say("1/6 tables", f"{CHECKPOINT.relative_to(ROOT)}, laid out like DeepSeek-V4.1-Flash, FP4, 1.3 GB")
     synthesise(CHECKPOINT, VOCAB_SIZE, "fp4", progress=True)
     text = "\n".join((ROOT / name).read_text() for name in TEXTS)
     tokens = encode(CHECKPOINT / "tokenizer.json", text)
     say(
-        "2/5 text",
+        "2/6 text",
         f"{', '.join(TEXTS)}: {len(text):,} characters, {len(tokens):,} tokens by V4.1's tokenizer",
     )
-    with server(CHECKPOINT) as target, EngramClient(target) as client:
+    with server(CHECKPOINT) as (target, metrics), EngramClient(target) as client:
         about = client.describe()
-        say("3/5 server", f"engram-server {about.server_version} on {target}")
+        say("3/6 server", f"engram-server {about.server_version} on {target}")
         print(f"        backend {about.backend}: {about.backend_reason}")
         for layer, table in about.tables.items():
             print(
@@ -72,10 +88,19 @@ def run() -> None:
             )
         prefill = look_up_prompt(client, tokens)
         decode = look_up_steps(client, tokens)
-        say("5/5 check", "every row against row ids hashed in Python and rows read by os.pread")
+        say("5/6 check", "every row against row ids hashed in Python and rows read by os.pread")
         truth = Truth(CHECKPOINT, "fp4")
         check(truth, tokens, prefill + decode)
+        say(
+            "6/6 load",
+            f"engram-load prefill for {LOAD_S} s: this project's sources, {LOAD_TOKENS} tokens a prompt",
+        )
+        load_test(target)
+        show_metrics(metrics)
     print("\nAll rows are exact. The server has stopped cleanly.")
+    print(f"The load test's report: {REPORT.relative_to(ROOT)}")
+    print(f"Metrics were at {metrics}; for some of your own:")
+    print(f"  engram-server serve {CHECKPOINT.relative_to(ROOT)} --metrics 127.0.0.1:9464")
 
 
 def say(step: str, text: str) -> None:
@@ -84,17 +109,18 @@ def say(step: str, text: str) -> None:
 
 
 @contextmanager
-def server(checkpoint: Path) -> Iterator[str]:
-    """A server process on a free port; its address."""
+def server(checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """A server process on free ports; its address, and the URL of its metrics."""
     command = [sys.executable, "-m", "engram_server.cli", "serve", str(checkpoint), "--listen", "127.0.0.1:0"]
+    command += ["--metrics", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r" on (127\.0\.0\.1:\d+)", line)
+        found = re.search(r" on (127\.0\.0\.1:\d+).*; metrics at (http://\S+)", line)
         if found is None:
             raise DemoError("the server did not start; its own words are above")
-        yield found[1]
+        yield found[1], found[2]
         process.send_signal(signal.SIGTERM)
         if process.wait(START_TIMEOUT_S) != 0:
             raise DemoError(f"the server ended with status {process.returncode} instead of 0")
@@ -118,7 +144,7 @@ def look_up_prompt(client: EngramClient, tokens: list[int]) -> list[Piece]:
     elapsed = time.perf_counter() - begin
     stats = [found.stats for _, found in pieces]
     rows, distinct, reads = (sum(getattr(s, name) for s in stats) for name in ("rows", "distinct", "reads"))
-    say("4/5 lookup", f"prefill: {len(tokens):,} tokens in chunks of {PREFILL_TOKENS:,}")
+    say("4/6 lookup", f"prefill: {len(tokens):,} tokens in chunks of {PREFILL_TOKENS:,}")
     print(f"        {rows:,} rows asked, {distinct:,} distinct, {reads:,} reads in {elapsed:.2f} s,")
     print("        two reads a row until its scales have been loaded, then one")
     print(f"        {rows / elapsed:,.0f} rows/s, {len(tokens) / elapsed:,.0f} tokens/s")
@@ -153,6 +179,45 @@ def check(truth: Truth, tokens: list[int], pieces: list[Piece]) -> None:
             raise DemoError(first_difference(at, found.values, expected, found.layers))
         rows += expected[..., 0].size
     print(f"        {rows:,} rows compared, bit for bit")
+
+
+def load_test(target: str) -> None:
+    """Some prompts, and a page about them."""
+    sources = [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
+    LOAD_TEXT.write_text("\n".join(path.read_text() for path in sources))
+    command = [sys.executable, "-m", "engram_load.cli", "prefill", target, str(LOAD_TEXT.relative_to(ROOT))]
+    command += [
+        "--length",
+        str(LOAD_TOKENS),
+        "--duration",
+        str(LOAD_S),
+        "--label",
+        "Demo",
+        "--quiet",
+        "--html",
+        str(REPORT),
+    ]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if ran.returncode != 0:
+        raise DemoError("the load test failed; its own words are above")
+    for line in ran.stdout.splitlines():
+        if (" in " in line and " a second, " in line) or line.startswith(("    prompt ms", "WARNING")):
+            print(f"      {line}")
+
+
+def show_metrics(url: str) -> None:
+    """Some of what Prometheus would be shown."""
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        families = {family.name: family for family in text_string_to_metric_families(reply.read().decode())}
+    print(f"        metrics at {url}")
+    for name, words in SHOWN.items():
+        samples = families[name.removesuffix("_total")].samples
+
+        def total(suffix: str, samples: list[Sample] = samples, name: str = name) -> float:
+            return sum(sample.value for sample in samples if sample.name == name + suffix)
+
+        value = total("") if name.endswith("_total") else 1e3 * total("_sum") / total("_count")
+        print(f"        {name:24}{value:>14,.{0 if value > 100 else 3}f}  {words}")
 
 
 def first_difference(

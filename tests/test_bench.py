@@ -38,6 +38,7 @@ RESULTS = {
     "rss": {"rss_over_budget_mib"},
     "metrics": {"metrics_read_share", "metrics_lookup_share", "metrics_scrape_share"},
     "engine": {"engine_rss_growth_mib"},
+    "load": {"load_over_server_ms"},
     "convert": {"convert_vs_copy"},
 }
 

@@ -271,6 +271,7 @@ def test_a_sweep_finds_the_highest_load_that_meets_the_objective(
     best = document["sweep"]["highest"]
     assert best in values
     assert 4 <= best < 64
+    assert document["sweep"]["lowest"] is None
     assert f"highest concurrency that meets p50<60s: {best:g}" in capsys.readouterr().out
 
 

@@ -1,8 +1,11 @@
 """What engram-load asks for: the prompts, steps and rows of each pattern, and what their words mean."""
 
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -14,7 +17,19 @@ from hypothesis import strategies as st
 from engram_client._query import BlockKeys, TokenKeys
 from engram_load._corpus import Corpus, parse_lengths
 from engram_load._errors import LoadError
-from engram_load._patterns import Decoding, Job, Shuffled, decode, prefill, repeat, uniform, zipf
+from engram_load._forward import parse_forward
+from engram_load._patterns import (
+    Decoding,
+    Job,
+    Request,
+    Shuffled,
+    Unasked,
+    decode,
+    prefill,
+    repeat,
+    uniform,
+    zipf,
+)
 from engram_load._sweep import parse_objective, parse_sweep, run_sweep
 from engram_server.spec import EngramSpec, primes_from
 
@@ -94,7 +109,9 @@ def test_an_order_without_a_table_has_each_number_once(count: int, seed: int) ->
 def test_uniform_asks_for_every_row_before_it_asks_for_one_again() -> None:
     rows = {1: 9_601, 14: 12_000}
     seen: dict[int, list[int]] = {1: [], 14: []}
-    for job in islice(uniform(rows, 24, 50, seed=3), 8):
+    unasked = Unasked(rows, 24, seed=3)
+    # As in a sweep: a second run goes on where the first one ended.
+    for job in [*islice(uniform(unasked, 50), 3), *islice(uniform(unasked, 50), 5)]:
         (request,) = job.requests
         assert isinstance(request.keys, BlockKeys)
         for layer, ids in request.keys.layers.items():
@@ -105,6 +122,9 @@ def test_uniform_asks_for_every_row_before_it_asks_for_one_again() -> None:
         assert all(0 <= row < rows[layer] for row in ids)
         assert ids != sorted(ids)
         assert len({row * 10 // rows[layer] for row in ids[:200]}) == 10, "from all over the table"
+    assert unasked.wraps == 0
+    next(uniform(unasked, 50))
+    assert unasked.wraps == 1
 
 
 def small_spec() -> EngramSpec:
@@ -168,7 +188,21 @@ def test_other_lengths_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["rate", "rate=", "rate=0,1", "rate=5..2", "rate=a", "cache=1", "length=1.5", "concurrency=2..2", "=1"],
+    [
+        *(
+            "rate",
+            "rate=",
+            "rate=0,1",
+            "rate=5..2",
+            "rate=a",
+            "rate=nan",
+            "length=1.5",
+            "concurrency=2..2",
+            "=1",
+        ),
+        *("cache=", "cache=x", "cache=1GB", "cache=2GiB..1GiB", "cache=0..1GiB", "cache=-1", "depth=1"),
+        "cache=" + ",".join(map(str, range(65))),
+    ],
 )
 def test_other_sweeps_are_refused(text: str) -> None:
     with pytest.raises(LoadError, match=r"^--sweep '.*'[ :]"):
@@ -188,8 +222,9 @@ def swept(text: str, met: Callable[[float], bool] | None) -> tuple[list[float], 
         assert met is not None
         return met(point["value"])
 
-    points, best = run_sweep(parse_sweep(text), lambda value: {"interrupted": False}, judge if met else None)
-    return [point["value"] for point in points], best
+    found = run_sweep(parse_sweep(text), lambda value: {"interrupted": False}, judge if met else None)
+    assert found.ended is None
+    return [point["value"] for point in found.points], found.best
 
 
 def test_a_range_is_doubled_until_it_fails_and_halved_between() -> None:
@@ -207,3 +242,65 @@ def test_a_range_that_never_fails_ends_at_its_end_and_one_that_always_does_has_n
 def test_a_list_is_measured_whole_and_the_highest_before_the_first_that_fails_counts() -> None:
     assert swept("rate=8,1,4,2", lambda rate: rate not in (4,)) == ([1, 2, 4, 8], 2)
     assert swept("rate=8,1", None) == ([1, 8], None)
+
+
+def test_of_caches_the_lowest_counts_from_which_all_meet_it() -> None:
+    mib = 1 << 20
+    values, best = swept("cache=64MiB..512MiB", lambda size: size >= 128 * mib)
+    assert values == [64 * mib, 128 * mib, 256 * mib, 512 * mib]
+    assert best == 128 * mib
+    assert swept("cache=4MiB,0,1MiB", lambda size: size != mib)[1] == 4 * mib
+    assert swept("cache=1MiB,2MiB", lambda size: size == mib)[1] is None
+
+
+def test_a_value_that_cannot_be_measured_ends_a_sweep_and_keeps_what_there_is() -> None:
+    def measure(value: float) -> dict[str, Any]:
+        if value == 4:
+            raise LoadError("no such thing")
+        return {"interrupted": False}
+
+    found = run_sweep(parse_sweep("rate=1,2,4,8"), measure, lambda _: True)
+    assert [point["value"] for point in found.points] == [1, 2]
+    assert (found.best, found.ended) == (2, "the sweep ends before 4: no such thing")
+    with pytest.raises(LoadError, match=r"^no such thing$"):
+        run_sweep(parse_sweep("rate=4,8"), measure, None)
+
+
+def test_an_interrupted_sweep_keeps_what_there_is() -> None:
+    found = run_sweep(parse_sweep("rate=1,2,4"), lambda value: {"interrupted": value == 2}, lambda _: True)
+    assert [point["value"] for point in found.points] == [1, 2]
+    assert (found.best, found.ended) == (1, None)
+
+
+def test_forwards_are_parsed_as_they_are_written() -> None:
+    assert parse_forward("1=500us, 14=15ms").reaches == ((1, 0.0005), (14, 0.015))
+    with pytest.raises(LoadError, match="names layers 1, but tables are of 1 and 14"):
+        parse_forward("1=2ms").check((1, 14))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1=2", "1=2ms,", "14=1ms,1=2ms", "1=5ms,14=2ms", "1=2ms,1=3ms", "a=1s"]
+)
+def test_other_forwards_are_refused(text: str) -> None:
+    with pytest.raises(LoadError, match="is no forward: expected LAYER=TIME"):
+        parse_forward(text)
+
+
+def test_a_forward_asks_for_all_layers_at_once_and_waits_for_each() -> None:
+    begun = threading.Event()
+
+    def send(request: Request) -> Any:
+        (layer,) = request.layers or ()
+        if layer == 1:
+            begun.wait()  # until the other one was asked for as well
+            time.sleep(0.05)
+        else:
+            begun.set()
+        return f"rows of {layer}"
+
+    request = Request(TokenKeys(()))
+    with ThreadPoolExecutor(2) as pool:
+        found, stalls = parse_forward("1=0ms,14=10ms").run(send, pool, request)
+    assert found == ["rows of 1", "rows of 14"]
+    assert list(stalls) == [1, 14]
+    assert stalls[1] >= 50_000_000

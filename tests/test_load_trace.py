@@ -265,6 +265,97 @@ def test_a_damaged_trace_is_refused_by_name(recorded: Path, tmp_path: Path, dama
         list(Trace(bad).entries())
 
 
+def tokens(ids: Sequence[int], history: Sequence[int] = (), **fields: Any) -> pb.LookupRequest:
+    sequence = pb.Sequence(
+        tokens=np.asarray(ids, dtype="<i4").tobytes(), history=np.asarray(history, dtype="<i4").tobytes()
+    )
+    return pb.LookupRequest(tokens=pb.TokenKeys(sequences=[sequence]), **fields)
+
+
+def blocks(**ids: Sequence[int]) -> pb.LookupRequest:
+    layers = [
+        pb.LayerBlock(layer=int(layer[1:]), ids=np.asarray(found, dtype="<i4").tobytes(), id_bytes=4)
+        for layer, found in ids.items()
+    ]
+    return pb.LookupRequest(blocks=pb.BlockKeys(layers=layers))
+
+
+_ODD = pb.LookupRequest(tokens=pb.TokenKeys(sequences=[pb.Sequence(tokens=b"12345")]))
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        _ODD,
+        pb.LookupRequest(tokens=pb.TokenKeys(sequences=[pb.Sequence(tokens=bytes(4), history=b"123")])),
+        pb.LookupRequest(),
+        tokens([1 << 30]),
+        tokens([-2]),
+        tokens([1], [1, 2, 3, 4]),
+        tokens([1], layers=[2]),
+        tokens([1], columns=pb.ColumnRange(begin=5, end=3)),
+        tokens([1], columns=pb.ColumnRange(begin=0, end=25)),
+        blocks(),
+        blocks(_1=[0] * 23),
+        blocks(_2=[0] * 24),
+        blocks(_1=[0] * 24, _14=[0] * 48),
+        blocks(_1=[1 << 30] * 24),
+        blocks(_1=[-2] * 24),
+        pb.LookupRequest(rows=pb.RowKeys(layer=1, ids=bytes(7), id_bytes=4)),
+        pb.LookupRequest(rows=pb.RowKeys(layer=3, ids=bytes(8), id_bytes=4)),
+        pb.LookupRequest(rows=pb.RowKeys(layer=1, ids=b"\xff" * 3 + b"\x7f", id_bytes=4)),
+    ],
+)
+def test_a_lookup_that_no_server_can_have_taken_is_refused_by_name(
+    fp4_checkpoint: Path,
+    recorded: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lookup: pb.LookupRequest,
+) -> None:
+    bad = tmp_path / "bad.trace"
+    body = lookup.SerializeToString()
+    bad.write_bytes(recorded.read_bytes() + struct.pack("<IBBHQ", len(body), 1, 0, 0, 0) + body)
+    commands = (
+        ["analyze", bad],
+        ["export-fio", bad, fp4_checkpoint, "--output", tmp_path / "x.iolog"],
+        ["replay", fp4_checkpoint, bad, "--concurrency", 1, "--quiet"],
+    )
+    for command in commands:
+        assert f"{bad}: a lookup in it is damaged: " in refused(capsys, *command)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.trace"], "nothing half written"
+
+
+def test_a_hot_set_is_not_made_of_half_a_token(recorded: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.trace"
+    body = _ODD.SerializeToString()
+    head = recorded.read_bytes()[: 16 + struct.unpack("<I", recorded.read_bytes()[12:16])[0]]
+    bad.write_bytes(head + struct.pack("<IBBHQ", len(body), 1, 0, 0, 0) + body)
+    with pytest.raises(TraceError, match=r"bad\.trace: a lookup in it is damaged: 5 bytes are no token ids"):
+        list(Trace(bad).sequences())
+
+
+def test_bytes_that_are_wrong_are_a_sentence_or_another_lookup(recorded: Path, tmp_path: Path) -> None:
+    from engram_load._access import open_accesses
+
+    data = recorded.read_bytes()
+    first = 16 + struct.unpack("<I", data[12:16])[0]
+    rng = np.random.default_rng(7)
+    bad = tmp_path / "bad.trace"
+    sentences = []
+    for _ in range(60):
+        wrong = bytearray(data)
+        for at in rng.integers(first, len(data), size=3):
+            wrong[at] = rng.integers(256)
+        bad.write_bytes(wrong)
+        try:
+            list(open_accesses(bad, None))
+        except ValueError as error:
+            sentences.append(str(error))
+    assert 0 < len(sentences) < 60, "a changed token is another token"
+    assert all(str(bad) in sentence for sentence in sentences), sentences
+
+
 # -------------------------------------------------------------------------------------------------- replay
 
 

@@ -56,7 +56,7 @@ class Accesses:
         model = self.description.model
         self.lookups = self.rows = 0
         for entry in self.trace.entries():
-            request = request_of(entry.request, entry.lane, model.columns, self.trace.path)
+            request = request_of(entry.request, entry.lane, self.description, self.trace.path)
             found = self.ids.whole(request)
             if found is None:
                 raise LoadError(

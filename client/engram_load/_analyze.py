@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engram_load._access import ACCESSES_MAX, Accesses
 from engram_load._errors import LoadError
+from engram_server.sizes import size_text
 
 _TOP_SHARES = (0.001, 0.01, 0.1)
 _DISTANCE_PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -154,8 +155,7 @@ def analysis_text(analysis: Analysis, name: str) -> str:
         lines.append(f"  reuse distance (other groups since the last access): {percents}")
     lines += ["", f"{'cache':>12}{'hit rate':>10}"]
     lines += [
-        f"{_size_text(size):>12}{100 * rate:>9.1f}%  {'#' * round(40 * rate)}"
-        for size, rate in analysis.curve
+        f"{size_text(size):>12}{100 * rate:>9.1f}%  {'#' * round(40 * rate)}" for size, rate in analysis.curve
     ]
     if analysis.missing:
         lines.append(
@@ -173,10 +173,3 @@ def _shares(analysis: Analysis) -> str:
         f"the top {percent} % of the groups get {100 * share:.1f} %"
         for percent, share in analysis.top_shares.items()
     )
-
-
-def _size_text(size: int) -> str:
-    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= unit:
-            return f"{size / unit:,.6g} {name}"
-    return f"{size} B"

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engram_client import CacheFacts, Description
+from engram_client import CacheFacts, Description, EngramError
 from engram_client._description import description_from
 from engram_load._corpus import Corpus, Lengths, load_corpus, parse_lengths
-from engram_load._document import Document, measured_document, warnings_of
+from engram_load._document import Document, measured_document, nothing_answered, warnings_of
 from engram_load._errors import LoadError
 from engram_load._facts import client_facts, facts
+from engram_load._forward import parse_forward
 from engram_load._live import LiveTable
 from engram_load._model import RowIds, spec_of
-from engram_load._patterns import Decoding, Job, decode, prefill, repeat, uniform, zipf
+from engram_load._patterns import Decoding, Job, Unasked, decode, prefill, repeat, uniform, zipf
 from engram_load._replay import check_tables, replayed
-from engram_load._reports import SCHEMA
+from engram_load._reports import SCHEMA, write_whole
 from engram_load._run import Closed, Open, Plan, Recorded, Run, Stream
 from engram_load._summary import summary
-from engram_load._sweep import Objective, Sweep, parse_objective, parse_sweep, run_sweep
+from engram_load._sweep import Objective, Sweep, Swept, parse_objective, parse_sweep, run_sweep
 from engram_load._target import Source, Target, transport_of
 from engram_server.credentials import credentials_of
 from engram_server.lookup_command import tokenizer_of
@@ -35,6 +38,14 @@ from engram_server.tokens import TokenMapError
 from engram_server.trace import Trace
 
 _DURATION_S = 10.0
+_RATE_MAX = 10_000.0
+"""Jobs a second: Python sends fewer."""
+_AT_ONCE_MAX = 4_096
+"""Each is a thread."""
+DRAIN_S = 60.0
+"""After the end, for what has arrived."""
+_EMBEDDED = ("cache_bytes", "backend", "scales", "io_depth")
+"""Options of tables that are read in this process."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class Asked:
             return replace(self, rate=value)
         if sweep.parameter == "concurrency":
             return replace(self, concurrency=int(value))
+        if sweep.parameter == "cache":
+            return self
         return replace(self, lengths=parse_lengths(f"{int(value)}"))
 
     @property
@@ -62,6 +75,12 @@ class Asked:
         return {"prefill": "prompt", "repeat": "prompt", "replay": "request"}.get(
             self.pattern, "step" if self.pattern in ("decode", "mix") else "request"
         )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there will be latencies of."""
+        whole = {"decode": ("step",), "mix": ("prompt", "chunk", "step")}
+        return whole.get(self.pattern, ("prompt", "chunk") if self.main == "prompt" else ("request",))
 
     @property
     def text(self) -> str:
@@ -76,10 +95,12 @@ class Asked:
             how.append(f"as recorded, at {self.options.speed:g} times the speed")
         if self.rate is not None:
             how.append(f"open loop, {self.rate:g} a second (Poisson)")
+        if plan.forward is not None:
+            how.append(f"forwards that reach layers at {plan.forward.text}")
         if plan.duration_s is not None:
             how.append(f"{plan.duration_s:g} s")
-        elif plan.count is not None:
-            how.append(f"{plan.count:,} jobs")
+        if plan.count is not None:
+            how.append(f"{plan.count:,} jobs" if plan.duration_s is None else f"{plan.count:,} jobs at most")
         if plan.warmup_s:
             how.append(f"after {plan.warmup_s:g} s of warm-up")
         if self.options.sweep is not None:
@@ -92,21 +113,26 @@ def run_load(options: argparse.Namespace) -> int:
     asked = _asked(options)
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     objective = None if options.slo is None else parse_objective(options.slo)
-    _check(asked, sweep, objective)
+    target = _target(options)
+    _check(asked, sweep, objective, target)
     for file in filter(None, (options.json, options.html)):
         if not file.parent.is_dir():
             raise LoadError(f"cannot write {file}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise LoadError(f"cannot write {file}: it is a folder")
     began = time.time()
-    with _Bench(asked, _target(options)) as bench:
+    with _Bench(asked, target) as bench:
         if sweep is None:
-            points, highest = [bench.measure(asked)], None
+            swept = Swept([bench.measure(asked)], None, None)
         else:
-            points, highest = run_sweep(
+            swept = run_sweep(
                 sweep,
-                lambda value: bench.measure(asked.with_value(sweep, value)),
+                lambda value: bench.measure_at(sweep, value),
                 None if objective is None else lambda point: objective.met(point, asked.main),
             )
-        document = _document(asked, bench, points, began, sweep, objective, highest)
+        if not any(entry["jobs"] for point in swept.points for entry in point["series"].values()):
+            raise LoadError(nothing_answered(swept.points))
+        document = _document(asked, bench, swept, began, sweep, objective)
     return _report(document, options)
 
 
@@ -122,11 +148,15 @@ def _asked(options: argparse.Namespace) -> Asked:
         "steps",
         "threads",
         "speed",
+        "timeout",
         "io_depth",
     ):
         value = getattr(options, name, None)
-        if value is not None and not 0 < value < 1e9:
-            raise LoadError(f"--{name.replace('_', '-')} is {value:g}: give a number above 0")
+        most = {"rate": _RATE_MAX, "concurrency": _AT_ONCE_MAX, "threads": _AT_ONCE_MAX}.get(name, 1e9)
+        if value is not None and not 0 < value <= most:
+            raise LoadError(
+                f"--{name.replace('_', '-')} is {value:g}: give a number above 0, {most:,.0f} at most"
+            )
     for name, low, high in (("warmup", 0, 1e6), ("drafts", 0, 64), ("accept", 0, 1), ("skew", 0, 10)):
         value = getattr(options, name, None)
         if value is not None and not low <= value <= high:
@@ -144,14 +174,49 @@ def _asked(options: argparse.Namespace) -> Asked:
         rate=rate,
         concurrency=concurrency,
         lengths=parse_lengths(options.length) if hasattr(options, "length") else None,
-        plan=Plan(duration, options.count, options.warmup, options.threads, seed=options.seed),
+        plan=Plan(
+            duration,
+            options.count,
+            options.warmup,
+            options.threads,
+            drain_s=DRAIN_S,
+            seed=options.seed,
+            forward=parse_forward(options.forward) if getattr(options, "forward", None) else None,
+        ),
         options=options,
     )
 
 
-def _check(asked: Asked, sweep: Sweep | None, objective: Objective | None) -> None:
+def _check(asked: Asked, sweep: Sweep | None, objective: Objective | None, target: Target) -> None:
+    if target.path is None:
+        for name in _EMBEDDED:
+            if getattr(asked.options, name) is not None:
+                raise LoadError(
+                    f"--{name.replace('_', '-')} is of tables that are read in this process; {target.name} is a "
+                    "server, which has its own"
+                )
+    if asked.pattern in ("uniform", "zipf") and not asked.options.length.isdigit():
+        raise LoadError(
+            f"--length {asked.options.length} is not what {asked.pattern} takes: give one number of positions"
+        )
+    if objective is not None:
+        objective.check(asked.kinds)
     if sweep is None:
         return
+    most = {"rate": _RATE_MAX, "concurrency": _AT_ONCE_MAX}.get(sweep.parameter)
+    if most is not None and sweep.values[-1] > most:
+        raise LoadError(
+            f"--sweep {asked.options.sweep}: a {sweep.parameter} of {most:,.0f} is the most that one process tries"
+        )
+    if sweep.parameter == "length":
+        asked.with_value(sweep, sweep.values[-1])  # says which length is none
+    if sweep.parameter == "cache" and target.path is None:
+        raise LoadError(
+            f"--sweep cache=... opens tables anew for each size, and {target.name} is a server, whose cache was made "
+            "when it started: name the path of its tables instead"
+        )
+    if sweep.parameter == "cache" and asked.options.cache_bytes is not None:
+        raise LoadError("--sweep cache=... says the sizes of the cache: leave out --cache-bytes")
     if sweep.parameter == "length" and asked.lengths is None:
         raise LoadError(f"{asked.pattern} has no length to sweep: sweep rate or concurrency")
     if sweep.parameter == "rate" and asked.options.concurrency is not None and asked.pattern != "mix":
@@ -166,13 +231,9 @@ def _check(asked: Asked, sweep: Sweep | None, objective: Objective | None) -> No
 
 
 def _target(options: argparse.Namespace) -> Target:
-    memory = MemoryOptions(
-        backend=options.backend,
-        scales=options.scales,
-        tokenizer=options.tokenizer,
-        io_depth=options.io_depth,
-        cache_bytes=parse_size(options.cache_bytes),
-    )
+    given = {name: getattr(options, name) for name in _EMBEDDED if getattr(options, name) is not None}
+    given["cache_bytes"] = parse_size(given.get("cache_bytes", "0"))
+    memory = MemoryOptions(tokenizer=options.tokenizer, **given)
     return Target(
         options.target,
         transport_of(options.target),
@@ -188,10 +249,11 @@ class _Bench:
 
     def __init__(self, asked: Asked, target: Target) -> None:
         self.asked, self.target = asked, target
-        self._opened = target.open()
+        self._opened = ExitStack()
+        self._points = 0
 
     def __enter__(self) -> _Bench:
-        self.source: Source = self._opened.__enter__()
+        self.source: Source = self._opened.enter_context(self.target.open())
         try:
             self.description: Description = self.source.describe()
             self.corpus: Corpus | None = None
@@ -200,18 +262,30 @@ class _Bench:
                 assert tokenizer is not None
                 self.corpus = load_corpus(paths, tokenizer)
             self.ids = RowIds(self.description, tokenizer)
+            if self.asked.plan.forward is not None:
+                self.asked.plan.forward.check(tuple(self.description.tables))
+            self._begin_again()
             self.trace: Trace | None = None
             if self.asked.pattern == "replay":
                 self.trace = Trace(self.asked.options.trace)
                 recorded = description_from(self.trace.description, str(self.trace.path))
                 check_tables(recorded, self.description, self.trace.path)
         except BaseException:
-            self._opened.__exit__(*sys.exc_info())
+            self._opened.close()
             raise
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._opened.__exit__(*exception)
+        self._opened.close()
+
+    def _begin_again(self) -> None:
+        """Ask for what was asked for first."""
+        self._points = 0
+        if self.corpus is not None:
+            self.corpus.rewind()
+        tables = self.description.tables
+        rows = {layer: table.rows for layer, table in tables.items()}
+        self._unasked = Unasked(rows, self.description.model.columns, self.asked.plan.seed)
 
     def _tokenizer(self) -> Path | None:
         """Proven to be the target's. Raises TokenMapError, LoadError where one is needed and there is none."""
@@ -233,22 +307,51 @@ class _Bench:
                 raise
             return None  # a trace can be replayed without; its distinct rows are then not known
 
+    def measure_at(self, sweep: Sweep, value: float) -> Document:
+        """One point of a sweep. One of a cache opens the tables anew, and asks it for the same again."""
+        if sweep.parameter == "cache":
+            self._opened.close()
+            self.target = replace(self.target, memory=replace(self.target.memory, cache_bytes=int(value)))
+            self.source = self._opened.enter_context(self.target.open())
+            self._begin_again()
+        return self.measure(self.asked.with_value(sweep, value))
+
     def measure(self, asked: Asked) -> Document:
-        """One run."""
+        """One run. Raises LoadError when the target does not answer at its beginning."""
         before: list[CacheFacts] = []
+        self._points += 1
         run = Run(self.target, self.source, self._streams(asked), asked.plan)
         if self.corpus is not None:
             self.corpus.wraps = 0
         with LiveTable(f"{asked.pattern}, {asked.text}", shown=not asked.options.quiet) as table:
-            measured = run.measure(lambda: before.append(self.source.describe().cache), table.update)
-        after = self.source.describe()
-        point = measured_document(measured, self.description, self.ids, before[0], after.cache)
-        point["warnings"] = warnings_of(asked.pattern, point, self.corpus.wraps if self.corpus else 0)
+            measured = run.measure(lambda: before.append(self._cache_facts()), table.update)
+        gone = None
+        try:
+            after = self._cache_facts()
+        except LoadError as error:
+            after, gone = None, str(error)
+        point = measured_document(measured, self.description, self.ids, before[0], after)
+        point["warnings"] = warnings_of(asked.pattern, point, self._wraps())
+        if gone is not None:
+            point["warnings"].append(f"{gone}: this is what was measured until then")
         if self.trace is not None and self.trace.missing:
             point["warnings"].append(
                 f"{self.trace.missing:,} lookups are missing in the trace: they were not recorded"
             )
         return point
+
+    def _cache_facts(self) -> CacheFacts:
+        """Raises LoadError when the target does not say."""
+        try:
+            return self.source.describe().cache
+        except EngramError as error:
+            raise LoadError(f"{self.target.name} does not answer any more ({error})") from error
+
+    def _wraps(self) -> int:
+        """How often what there is to ask for was used up."""
+        if self.corpus is not None:
+            return self.corpus.wraps
+        return self._unasked.wraps if self.asked.pattern == "uniform" else 0
 
     def _streams(self, asked: Asked) -> list[Stream]:
         arrivals = Open(asked.rate) if asked.rate is not None else Closed(asked.concurrency or 1)
@@ -280,7 +383,7 @@ class _Bench:
         return lambda loop: jobs
 
     def _prompts(self, asked: Asked) -> Iterator[Job]:
-        options, rng = asked.options, random.Random(asked.plan.seed)
+        options, rng = asked.options, random.Random(f"{asked.plan.seed} lengths")
         look_back = self.description.model.max_ngram_size - 1
         assert asked.lengths is not None
         if asked.pattern == "repeat":
@@ -297,33 +400,43 @@ class _Bench:
         options, corpus = asked.options, self.corpus
         assert corpus is not None
         how = Decoding(options.batch, options.steps, options.drafts, options.accept)
+        if len(corpus.tokens) < how.drafts + 2:
+            raise LoadError(
+                f"{corpus.source} has {len(corpus.tokens):,} tokens: too few to decode with {how.drafts} drafts; give "
+                "more text"
+            )
         look_back = self.description.model.max_ngram_size - 1
-        seed = asked.plan.seed
-        return lambda loop: decode(corpus, how, look_back, random.Random(seed * 1_000_003 + loop))
+        return lambda loop: decode(corpus, how, look_back, random.Random(f"{self._seed(asked)} {loop}"))
+
+    def _seed(self, asked: Asked) -> str:
+        """Of a point of its own: one that asks for what the point before did would find it in the cache."""
+        return f"{asked.plan.seed} {self._points}"
 
     def _rows(self, asked: Asked) -> Iterator[Job]:
         assert asked.lengths is not None
-        rng = random.Random(asked.plan.seed)
-        positions = asked.lengths.draw(rng)
-        tables = self.description.tables
+        positions = asked.lengths.largest
         if asked.pattern == "uniform":
-            rows = {layer: table.rows for layer, table in tables.items()}
-            return uniform(rows, self.description.model.columns, positions, asked.plan.seed)
-        return zipf(spec_of(self.description), list(tables), positions, asked.options.skew, rng)
+            return uniform(self._unasked, positions)
+        rng = random.Random(self._seed(asked))
+        layers = list(self.description.tables)
+        return zipf(spec_of(self.description), layers, positions, asked.options.skew, rng)
 
 
 def _document(
     asked: Asked,
     bench: _Bench,
-    points: list[Document],
+    swept: Swept,
     began: float,
     sweep: Sweep | None,
     objective: Objective | None,
-    highest: float | None,
 ) -> Document:
-    if not points:
-        raise LoadError("nothing was measured")
+    points = swept.points
     warnings = list(dict.fromkeys(text for point in points for text in point["warnings"]))
+    if swept.ended is not None:
+        warnings.append(swept.ended)
+    if objective is not None:
+        few = [text for point in points if (text := objective.too_few(point, asked.main)) is not None]
+        warnings += few[:1]
     corpus = bench.corpus
     return {
         "schema": SCHEMA,
@@ -344,29 +457,38 @@ def _document(
         else {
             "parameter": sweep.parameter,
             "objective": None if objective is None else objective.text,
-            "highest": highest,
+            "highest": None if sweep.parameter == "cache" else swept.best,
+            "lowest": swept.best if sweep.parameter == "cache" else None,
         },
         "objective": None
         if objective is None or sweep is not None
         else {"text": objective.text, "met": objective.met(points[0], asked.main)},
         "main": asked.main,
         "points": points,
+        "incomplete": swept.ended is not None,
         "warnings": warnings,
     }
 
 
 def _report(document: Document, options: argparse.Namespace) -> int:
-    import json
+    try:
+        # Before anything is printed: who reads that may be gone, or the disk behind it full.
+        for file, text in _files(document, options):
+            write_whole(file, text)
+    finally:
+        print(summary(document))
+    sweep, objective = document["sweep"], document["objective"]
+    unmet = (objective is not None and not objective["met"]) or (
+        sweep is not None and sweep["objective"] is not None and sweep["highest"] is sweep["lowest"] is None
+    )
+    gone = any(point["cache"]["after"] is None for point in document["points"])
+    return 1 if unmet or gone or document["incomplete"] else 0
 
-    print(summary(document))
+
+def _files(document: Document, options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        yield options.json, json.dumps(document, indent=1) + "\n"
     if options.html is not None:
         from engram_load._html import page
 
-        options.html.write_text(page(document))
-    sweep, objective = document["sweep"], document["objective"]
-    unmet = (objective is not None and not objective["met"]) or (
-        sweep is not None and sweep["objective"] is not None and sweep["highest"] is None
-    )
-    return 1 if unmet else 0
+        yield options.html, page(document)

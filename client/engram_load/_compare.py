@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engram_load._sweep import value_text
+
 Document = dict[str, Any]
 
 _LATENCIES = ("50", "90", "99", "99.9")
@@ -66,16 +68,19 @@ def _pairs(a: Document, b: Document) -> tuple[list[tuple[str, Document, Document
         return [("", a["points"][0], b["points"][0])], []
     parameters = [document["sweep"] and document["sweep"]["parameter"] for document in (a, b)]
     if parameters[0] != parameters[1]:
-        return [], [
-            f"  one is a sweep of {parameters[0]}, the other of {parameters[1]}: no point of both is the same"
-        ]
+        words = [f"a sweep of {parameter}" if parameter else "no sweep" for parameter in parameters]
+        return [], [f"  one is {words[0]}, the other {words[1]}: no point of both is the same"]
     ours = {point["value"]: point for point in a["points"]}
     theirs = {point["value"]: point for point in b["points"]}
-    lines = [f"  highest {parameters[0]}: {a['sweep']['highest']} / {b['sweep']['highest']}"]
+    name = parameters[0]
+    which = "lowest" if name == "cache" else "highest"
+    found = [document["sweep"][which] for document in (a, b)]
+    best = ["none" if value is None else value_text(name, value) for value in found]
+    lines = [f"  {which} {name}: {best[0]} / {best[1]}"]
     if alone := sorted(ours.keys() ^ theirs.keys()):
-        lines.append(f"  in one of them only: {', '.join(f'{value:g}' for value in alone)}")
+        lines.append(f"  in one of them only: {', '.join(value_text(name, value) for value in alone)}")
     both = sorted(ours.keys() & theirs.keys())
-    return [(f"{parameters[0]} {value:g}", ours[value], theirs[value]) for value in both], lines
+    return [(f"{name} {value_text(name, value)}", ours[value], theirs[value]) for value in both], lines
 
 
 def _rows(a: Document, b: Document) -> list[tuple[str, float | None, float | None]]:
@@ -93,6 +98,11 @@ def _rows(a: Document, b: Document) -> list[tuple[str, float | None, float | Non
                     (f"{kind} p{key} ms", latencies["percentiles_ms"][key], other["percentiles_ms"][key])
                 )
             rows.append((f"{kind} max ms", latencies["max_ms"], other["max_ms"]))
+        for layer, stalls in ours.get("stalls", {}).items():
+            if (other := theirs.get("stalls", {}).get(layer)) is not None:
+                for key in _LATENCIES:
+                    found = [entry["percentiles_ms"][key] for entry in (stalls, other)]
+                    rows.append((f"layer {layer} stood still, p{key} ms", found[0], found[1]))
         failed = [sum(entry["count"] for entry in series["failures"].values()) for series in (ours, theirs)]
         rows.append((f"{name}s failed", failed[0], failed[1]))
     rows += [(name, a["ratios"][key], b["ratios"][key]) for key, name in _RATIOS.items()]

@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_load._errors import LoadError
-from engram_server.corpus import corpus_files, token_pieces
+from engram_server.corpus import TOKEN_SUFFIX, corpus_files, token_pieces
 from engram_server.tokens import Encoder
 from engram_server.trace import is_trace
 
 TOKENS_MAX = 4_000_000
 """Tokens of a corpus that are taken: 16 MB, some seconds to tokenise, and thousands of prompts."""
 
+_HEAD_BYTES = 64 << 10
+"""Of a file, looked at for what no text has."""
 _LENGTH_MAX = 1 << 20
 _NUMBER = r"(\d{1,7})"
 
@@ -35,6 +37,11 @@ class Corpus:
         self._next = 0
         self.wraps = 0
         """How often it was used up, and begun again."""
+
+    def rewind(self) -> None:
+        """Hand it out from its beginning."""
+        with self._lock:
+            self._next = 0
 
     def take(self, count: int) -> NDArray[np.int32]:
         """The next `count` tokens. Raises LoadError when the whole corpus has fewer."""
@@ -63,6 +70,8 @@ def load_corpus(paths: Sequence[Path], tokenizer: Path, tokens_max: int = TOKENS
     for file in corpus_files(paths):
         if is_trace(file):
             raise LoadError(f"{file} is a trace, and no text: send it with `engram-load replay`")
+        if file.suffix != TOKEN_SUFFIX and _is_binary(file):
+            raise LoadError(f"{file} is no text: it has zero bytes")
         for piece, _ in token_pieces(file, encoder):
             parts.append(piece)
             found += len(piece)
@@ -74,6 +83,11 @@ def load_corpus(paths: Sequence[Path], tokenizer: Path, tokens_max: int = TOKENS
     if not found:
         raise LoadError(f"{source}: there is no text in there, only empty files")
     return Corpus(source, np.concatenate(parts)[:tokens_max])
+
+
+def _is_binary(file: Path) -> bool:
+    with file.open("rb") as source:
+        return b"\0" in source.read(_HEAD_BYTES)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ Document = dict[str, Any]
 
 
 def measured_document(
-    measured: Measurement, description: Description, ids: RowIds, before: CacheFacts, after: CacheFacts
+    measured: Measurement, description: Description, ids: RowIds, before: CacheFacts, after: CacheFacts | None
 ) -> Document:
-    """One point of a report."""
+    """One point of a report; after: None when the target did not say any more."""
     totals = measured.totals
     seconds = measured.seconds
     distinct = _distinct_rows(measured, description, ids)
@@ -32,7 +32,7 @@ def measured_document(
         "counts": vars(totals),
         "ratios": _ratios(totals, description, distinct),
         "distinct_rows": distinct,
-        "cache": {"before": vars(before), "after": vars(after)},
+        "cache": {"before": vars(before), "after": None if after is None else vars(after)},
         "time_line": _time_line(measured.time_line),
     }
 
@@ -46,6 +46,7 @@ def _series(series: Series, seconds: float) -> Document:
         "rows_per_s": series.totals.rows / seconds,
         "answer_bytes_per_s": series.totals.answer_bytes / seconds,
         "latencies": {name: _latencies(found) for name, found in series.latencies.items()},
+        "stalls": {str(layer): _latencies(found) for layer, found in sorted(series.stalls.items())},
         "late": _latencies(series.late),
         "failures": {
             kind: {
@@ -135,7 +136,12 @@ def warnings_of(pattern: str, point: Document, wraps: int) -> list[str]:
             f"the text is unnaturally repetitive: {100 * share:.0f} % of a request's rows are different ones, where "
             "code has half and prose three quarters; caches look better than they are"
         )
-    if wraps:
+    if wraps and pattern == "uniform":
+        found.append(
+            f"the rows of a table were used up and begun again {wraps} time(s): a cache may know them; give larger "
+            "tables, or a shorter test"
+        )
+    elif wraps:
         found.append(
             f"the text was used up and begun again {wraps} time(s): prompts repeat, and the cache knows them; give "
             "more text, or a shorter test"
@@ -154,3 +160,18 @@ def warnings_of(pattern: str, point: Document, wraps: int) -> list[str]:
                 "time they had waited, and would have taken longer"
             )
     return found
+
+
+def nothing_answered(points: list[Document]) -> str:
+    """Why a report would be empty, in a sentence."""
+    if any(point["interrupted"] for point in points):
+        return "interrupted before anything was answered"
+    for point in points:
+        for name, series in point["series"].items():
+            for kind, failures in series["failures"].items():
+                return (
+                    f"not one {name} was answered; {failures['count']:,} failed ({kind}): {failures['first']}"
+                )
+            if series["unfinished"]:
+                return f"not one {name} was answered in all this time, of {series['unfinished']:,} that had arrived"
+    return "nothing was measured: give a longer --duration, a larger --count or a shorter --warmup"

@@ -50,7 +50,7 @@ def _table(title: str, measured: Measurement) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, series in measured.series.items():
         totals, latencies = series.totals, series.latencies[name]
-        failed = sum(found.latencies.count for found in series.failures.values())
+        failed = sum(found.latencies.count for found in list(series.failures.values()))
         table.add_row(
             name,
             f"{series.jobs:,}",

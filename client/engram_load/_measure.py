@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hdrh.histogram import HdrHistogram
 
-from engram_client import EngramError, Lookup, Stats
+from engram_client import EngramError, Stats
 from engram_load._patterns import Request
 
 _LOWEST_NS, _HIGHEST_NS, _DIGITS = 100, 3_600_000_000_000, 3
@@ -20,6 +20,8 @@ _SLICES_MAX = 240
 """Of the time line: more would be narrower than a picture's dots."""
 _ROWS_REMEMBERED = 100_000_000
 """Of requests that are looked at again for their distinct rows: two million tokens, some seconds of hashing."""
+_BYTES_REMEMBERED = 256 << 20
+"""Of their keys: small decode steps, and requests that name rows, take more memory than prompts."""
 
 
 class Latencies:
@@ -75,18 +77,19 @@ class Totals:
     groups: int = 0
     answer_bytes: int = 0
 
-    def add(self, tokens: int, answer_bytes: int, stats: Stats) -> None:
-        """One request."""
-        self.requests += 1
+    def add(self, tokens: int, answer_bytes: int, lookups: Sequence[Stats]) -> None:
+        """One request, or the lookups of a forward for the same tokens."""
+        self.requests += len(lookups)
         self.tokens += tokens
-        self.rows += stats.rows
-        self.distinct += stats.distinct
-        self.cached += stats.cached
-        self.joined += stats.joined
-        self.reads += stats.reads
-        self.read_bytes += stats.read_bytes
-        self.groups += stats.groups
         self.answer_bytes += answer_bytes
+        for stats in lookups:
+            self.rows += stats.rows
+            self.distinct += stats.distinct
+            self.cached += stats.cached
+            self.joined += stats.joined
+            self.reads += stats.reads
+            self.read_bytes += stats.read_bytes
+            self.groups += stats.groups
 
 
 @dataclass
@@ -105,6 +108,8 @@ class Series:
         """whole and part name a job and its requests; the same where a job is one request."""
         self.whole, self.part = whole, part
         self.latencies = {whole: Latencies(), part: Latencies()}
+        self.stalls: dict[int, Latencies] = {}
+        """By layer, how long forwards stood still there."""
         self.late = Latencies()
         """From when a job was to begin until it did: all of it queueing, but for the time a thread takes to wake."""
         self.totals = Totals()
@@ -170,24 +175,36 @@ class Measurement:
         self.time_line = TimeLine(began_ns)
         self.requests: list[Request] = []
         """Some that were answered, for what is looked up about them afterwards."""
-        self._remembered_rows = 0
+        self._remembered_rows = self._remembered_bytes = 0
         self.interrupted = False
         self.forgot = False
         """Whether there were more than that."""
         self._lock = threading.Lock()
 
-    def answered(self, series: Series, request: Request, found: Lookup, ns: int, answer_bytes: int) -> None:
-        """One request of a job, after so many nanoseconds."""
+    def answered(
+        self,
+        series: Series,
+        request: Request,
+        lookups: Sequence[Stats],
+        ns: int,
+        answer_bytes: int,
+        stalls: Mapping[int, int],
+    ) -> None:
+        """One request of a job, after so many nanoseconds; stalls: those of a forward, by layer, in nanoseconds."""
+        rows = sum(stats.rows for stats in lookups)
         with self._lock:
-            series.totals.add(request.tokens, answer_bytes, found.stats)
+            series.totals.add(request.tokens, answer_bytes, lookups)
             if series.part != series.whole:
                 series.latencies[series.part].add(ns)
+            for layer, stall_ns in stalls.items():
+                series.stalls.setdefault(layer, Latencies()).add(stall_ns)
             now = self.time_line.at(time.monotonic_ns())
             now.tokens += request.tokens
-            now.rows += found.stats.rows
-            now.reads += found.stats.reads
-            if self._remembered_rows < _ROWS_REMEMBERED:
-                self._remembered_rows += found.stats.rows
+            now.rows += rows
+            now.reads += sum(stats.reads for stats in lookups)
+            if self._remembered_rows < _ROWS_REMEMBERED and self._remembered_bytes < _BYTES_REMEMBERED:
+                self._remembered_rows += rows
+                self._remembered_bytes += request.held_bytes
                 self.requests.append(request)
             else:
                 self.forgot = True

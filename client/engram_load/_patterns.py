@@ -43,6 +43,17 @@ class Request:
             case RowKeys(_, ids):
                 return len(ids)
 
+    @property
+    def held_bytes(self) -> int:
+        """About what it takes in memory; tokens are part of their text."""
+        match self.keys:
+            case TokenKeys(sequences):
+                return 400 * len(sequences)
+            case BlockKeys(layers):
+                return sum(ids.nbytes for ids in layers.values())
+            case RowKeys(_, ids):
+                return ids.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -115,18 +126,34 @@ def decode(corpus: Corpus, how: Decoding, look_back: int, rng: random.Random) ->
         yield Job([Request(TokenKeys(tuple(sequences)), lane="decode")])
 
 
-def uniform(rows: Mapping[int, int], columns: int, positions: int, seed: int) -> Iterator[Job]:
-    """Rows that were not asked for before, in an order without order: what no cache can help.
+class Unasked:
+    """The rows of all tables, in an order without order; one that is used up begins again."""
 
-    rows: of each table, by layer; a table that is used up begins again.
-    """
-    orders = {layer: Shuffled(count, seed + layer) for layer, count in rows.items()}
-    at = 0
+    def __init__(self, rows: Mapping[int, int], columns: int, seed: int) -> None:
+        """rows: of each table, by layer."""
+        self._orders = {layer: Shuffled(count, seed + layer) for layer, count in rows.items()}
+        self._columns = columns
+        self._at = 0
+
+    @property
+    def wraps(self) -> int:
+        """How often the smallest table was used up, and begun again."""
+        return max(0, self._at - 1) // min(order.count for order in self._orders.values())
+
+    def take(self, positions: int) -> dict[int, NDArray[np.int64]]:
+        """The next ones, by layer: int64[positions, columns]."""
+        count, at = positions * self._columns, self._at
+        self._at += count
+        return {
+            layer: order.take(at, count).reshape(positions, self._columns)
+            for layer, order in self._orders.items()
+        }
+
+
+def uniform(rows: Unasked, positions: int) -> Iterator[Job]:
+    """Rows that were not asked for before: what no cache can help."""
     while True:
-        count = positions * columns
-        blocks = {layer: order.take(at, count).reshape(positions, columns) for layer, order in orders.items()}
-        at += count
-        yield Job([Request(BlockKeys(blocks))])
+        yield Job([Request(BlockKeys(rows.take(positions)))])
 
 
 def zipf(

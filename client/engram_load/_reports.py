@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +25,17 @@ def load_document(path: Path) -> dict[str, Any]:
             f"{SCHEMA!r} (see docs/load.md)"
         )
     return dict(document)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole, or leave what was there. Raises OSError."""
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text, encoding="utf-8", errors="replace")
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -12,7 +12,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from engram_client import (
     EngramError,
@@ -23,8 +25,9 @@ from engram_client import (
     UnsupportedError,
 )
 from engram_load._errors import LoadError
+from engram_load._forward import Forward
 from engram_load._measure import Measurement, Series
-from engram_load._patterns import Job
+from engram_load._patterns import Job, Request
 from engram_load._target import Source, Target
 
 _HOPELESS = (InvalidRequestError, MismatchError, UnsupportedError)
@@ -84,15 +87,12 @@ class Plan:
     drain_s: float = 60.0
     """After the end, for jobs that have arrived."""
     seed: int = 1
+    forward: Forward | None = None
+    """None: rows alone are asked for, as fast as they come."""
 
 
-@dataclass
-class _Queue:
-    """Arrivals of a stream: each is a moment (ns of the monotonic clock) and a job."""
-
-    take: Callable[[], tuple[int, Job] | None]
-    """The next one; None: there are no more."""
-    lock: threading.Lock
+_Take: TypeAlias = "Callable[[], tuple[int, Job] | None]"
+"""The next arrival: a moment (ns of the monotonic clock) and its job; None: there are no more. Called under a lock."""
 
 
 class Run:
@@ -103,6 +103,9 @@ class Run:
         self._stop = threading.Event()
         self._failed: BaseException | None = None
         self._foreground = _Latch()
+        self._pool: ThreadPoolExecutor | None = None
+        """For the lookups of forwards, one for each layer at once."""
+        self._open: list[tuple[Series, _Take, _Countdown]] = []
 
     def measure(self, on_begin: Callable[[], None], on_tick: Callable[[Measurement], None]) -> Measurement:
         """Send everything, and return what came of it, also after Ctrl-C.
@@ -115,11 +118,13 @@ class Run:
             on_begin()
         self._set_clock()
         threads = [thread for stream in self._streams for thread in self._threads(stream)]
-        for thread in threads:
-            thread.start()
+        if self._plan.forward is not None:
+            self._pool = ThreadPoolExecutor(len(threads) * len(self._plan.forward.reaches))
         try:
+            for thread in threads:
+                thread.start()
             # No thread is joined yet: Python 3.11 takes one for ended when Ctrl-C interrupts its join.
-            while not self._foreground.wait(_TICK_S):
+            while not self._foreground.wait(_TICK_S if began else self._until_begin_s()):
                 if not began and time.monotonic_ns() >= self._begin_ns:
                     began = True
                     on_begin()
@@ -129,13 +134,20 @@ class Run:
         finally:
             self._stop.set()
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
+            if self._pool is not None:
+                self._pool.shutdown()
         if not began:
             on_begin()
         if self._failed is not None:
             raise self._failed
-        self._check()
+        self._give_up()
         return self.measured
+
+    def _until_begin_s(self) -> float:
+        """So that what is noted when the warm-up is over is noted then."""
+        return min(_TICK_S, max(0.0, (self._begin_ns - time.monotonic_ns()) / 1e9))
 
     def _set_clock(self) -> None:
         self._start_ns = time.monotonic_ns()
@@ -145,19 +157,15 @@ class Run:
         series = [Series(stream.whole, stream.part) for stream in self._streams]
         self.measured = Measurement(series, self._begin_ns)
 
-    def _check(self) -> None:
-        series = self.measured.series.values()
-        if any(entry.jobs for entry in series):
-            return
-        for entry in series:
-            for kind, failures in entry.failures.items():
-                raise LoadError(
-                    f"not one {entry.whole} was answered; {failures.latencies.count:,} failed ({kind}): "
-                    f"{failures.first}"
-                )
-        raise LoadError(
-            "nothing was measured: give a longer --duration, a larger --count or a shorter --warmup"
-        )
+    def _give_up(self) -> None:
+        """Jobs that had arrived and that nobody took: they waited for nothing, and count with the time they did."""
+        now_ns = time.monotonic_ns()
+        last_ns = now_ns if self._end_ns is None else min(now_ns, self._end_ns - 1)
+        for series, take, left in self._open:
+            while not left.done and (arrival := take()) is not None and arrival[0] <= last_ns:
+                if arrival[0] >= self._begin_ns:
+                    left.one_less()
+                    self.measured.gave_up(series, now_ns - arrival[0])
 
     # ------------------------------------------------------------------------------------------ threads
 
@@ -166,7 +174,7 @@ class Run:
         left = _Countdown(None if stream.background else self._plan.count)
         if isinstance(stream.arrivals, Closed):
             return [
-                self._thread(_Queue(_at_once(stream.jobs(loop)), left.lock), series, left, stream)
+                self._thread(_at_once(stream.jobs(loop)), series, left, stream)
                 for loop in range(stream.arrivals.loops)
             ]
         jobs = stream.jobs(0)
@@ -174,17 +182,17 @@ class Run:
             take = _poisson(jobs, self._start_ns, stream.arrivals.rate, random.Random(self._plan.seed))
         else:
             take = _as_recorded(jobs, self._start_ns, stream.arrivals.speed)
-        queue = _Queue(take, left.lock)
-        return [self._thread(queue, series, left, stream) for _ in range(self._plan.threads)]
+        self._open.append((series, take, left))
+        return [self._thread(take, series, left, stream) for _ in range(self._plan.threads)]
 
-    def _thread(self, queue: _Queue, series: Series, left: _Countdown, stream: Stream) -> threading.Thread:
+    def _thread(self, take: _Take, series: Series, left: _Countdown, stream: Stream) -> threading.Thread:
         ended = _Latch() if stream.background else self._foreground
         ended.expect_one()
-        return threading.Thread(target=self._work, args=(queue, series, left, ended), daemon=True)
+        return threading.Thread(target=self._work, args=(take, series, left, ended), daemon=True)
 
-    def _work(self, queue: _Queue, series: Series, left: _Countdown, ended: _Latch) -> None:
+    def _work(self, take: _Take, series: Series, left: _Countdown, ended: _Latch) -> None:
         try:
-            while (arrival := self._next(queue, left)) is not None:
+            while (arrival := self._next(take, left)) is not None:
                 self._one(series, *arrival)
         except BaseException as error:
             self._failed = self._failed or error
@@ -192,12 +200,12 @@ class Run:
         finally:
             ended.one_came()
 
-    def _next(self, queue: _Queue, left: _Countdown) -> tuple[int, Job] | None:
+    def _next(self, take: _Take, left: _Countdown) -> tuple[int, Job] | None:
         """The next arrival, once its moment has come."""
-        with queue.lock:
-            if self._stop.is_set() or left.done:
+        with left.lock:
+            if self._over() or left.done:
                 return None
-            arrival = queue.take()
+            arrival = take()
             if arrival is None or (self._end_ns is not None and arrival[0] >= self._end_ns):
                 return None
             if arrival[0] >= self._begin_ns:
@@ -210,20 +218,21 @@ class Run:
     def _one(self, series: Series, at_ns: int, job: Job) -> None:
         """Send one job and measure it, unless it is one of the warm-up."""
         measured = self.measured if at_ns >= self._begin_ns else None
-        begun_ns = time.monotonic_ns()
-        if self._too_late(begun_ns):
-            if measured is not None:
-                measured.gave_up(series, begun_ns - at_ns)
-            return
         if measured is not None:
-            measured.began(series, begun_ns - at_ns)
+            measured.began(series, time.monotonic_ns() - at_ns)
         part_ns = at_ns  # the first chunk waited with its prompt
         try:
-            for request in job.requests:
-                found = self._target.send(self._source, request)
+            for number, request in enumerate(job.requests):
+                if number and self._over():
+                    if measured is not None:
+                        measured.gave_up(series, time.monotonic_ns() - at_ns)
+                    return
+                found, stalls = self._sent(request)
                 now_ns = time.monotonic_ns()
                 if measured is not None:
-                    measured.answered(series, request, found, now_ns - part_ns, _bytes_of(found))
+                    answer_bytes = sum(map(_bytes_of, found))
+                    stats = [part.stats for part in found]
+                    measured.answered(series, request, stats, now_ns - part_ns, answer_bytes, stalls)
                 part_ns = now_ns
                 del found
         except EngramError as error:
@@ -237,8 +246,20 @@ class Run:
         if measured is not None:
             measured.ended(series, time.monotonic_ns() - at_ns)
 
-    def _too_late(self, now_ns: int) -> bool:
-        return self._end_ns is not None and now_ns > self._end_ns + int(self._plan.drain_s * 1e9)
+    def _sent(self, request: Request) -> tuple[list[Lookup], dict[int, int]]:
+        """Its rows, and by layer how long a forward stood still for them. Raises EngramError."""
+
+        def send(request: Request) -> Lookup:
+            return self._target.send(self._source, request)
+
+        if self._pool is None or self._plan.forward is None:
+            return [send(request)], {}
+        return self._plan.forward.run(send, self._pool, request)
+
+    def _over(self) -> bool:
+        """Whether nothing is sent any more, whatever has arrived."""
+        late = self._end_ns is not None and time.monotonic_ns() > self._end_ns + int(self._plan.drain_s * 1e9)
+        return late or self._stop.is_set()
 
 
 class _Countdown:
@@ -289,7 +310,7 @@ def _bytes_of(found: Lookup) -> int:
 # ------------------------------------------------------------------------------------------------ arrivals
 
 
-def _at_once(jobs: Iterator[Job]) -> Callable[[], tuple[int, Job] | None]:
+def _at_once(jobs: Iterator[Job]) -> _Take:
     """A closed loop's: whenever it asks."""
 
     def take() -> tuple[int, Job] | None:
@@ -299,9 +320,7 @@ def _at_once(jobs: Iterator[Job]) -> Callable[[], tuple[int, Job] | None]:
     return take
 
 
-def _poisson(
-    jobs: Iterator[Job], begin_ns: int, rate: float, rng: random.Random
-) -> Callable[[], tuple[int, Job] | None]:
+def _poisson(jobs: Iterator[Job], begin_ns: int, rate: float, rng: random.Random) -> _Take:
     at_s = 0.0
 
     def take() -> tuple[int, Job] | None:
@@ -313,7 +332,7 @@ def _poisson(
     return take
 
 
-def _as_recorded(jobs: Iterator[Job], begin_ns: int, speed: float) -> Callable[[], tuple[int, Job] | None]:
+def _as_recorded(jobs: Iterator[Job], begin_ns: int, speed: float) -> _Take:
     def take() -> tuple[int, Job] | None:
         job = next(jobs, None)
         return None if job is None else (begin_ns + int(job.at_s / speed * 1e9), job)

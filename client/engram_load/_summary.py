@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from engram_load._sweep import value_text
+
 Document = dict[str, Any]
 
 _SHOWN = ("50", "90", "99", "99.9")
@@ -21,18 +23,22 @@ def summary(document: Document) -> str:
     for point in document["points"]:
         lines += _point(point, document["sweep"])
     if (sweep := document["sweep"]) is not None and sweep["objective"] is not None:
-        best = sweep["highest"]
-        lines.append(
-            f"no {sweep['parameter']} of these meets {sweep['objective']}"
-            if best is None
-            else f"highest {sweep['parameter']} that meets {sweep['objective']}: {best:g}"
-        )
+        lines.append(best_text(sweep))
     elif document["objective"] is not None:
         lines.append(
             f"{document['objective']['text']}: {'met' if document['objective']['met'] else 'NOT met'}"
         )
     lines += [f"WARNING: {text}" for text in document["warnings"]]
     return "\n".join(lines)
+
+
+def best_text(sweep: Document) -> str:
+    """What a sweep with an objective found."""
+    parameter = sweep["parameter"]
+    which = "lowest" if parameter == "cache" else "highest"
+    if sweep[which] is None:
+        return f"no {parameter} of these meets {sweep['objective']}"
+    return f"{which} {parameter} that meets {sweep['objective']}: {value_text(parameter, sweep[which])}"
 
 
 def facts_line(target: Document) -> str:
@@ -66,7 +72,7 @@ def file_lines(target: Document) -> list[str]:
 def _point(point: Document, sweep: Document | None) -> list[str]:
     lines = []
     if sweep is not None:
-        lines.append(f"{sweep['parameter']} {point['value']:g}:")
+        lines.append(f"{sweep['parameter']} {value_text(sweep['parameter'], point['value'])}:")
     for name, series in point["series"].items():
         lines.append(
             f"  {series['jobs']:,} {name}s in {point['seconds']:.2f} s: {series['jobs_per_s']:,.2f} a second, "
@@ -77,6 +83,12 @@ def _point(point: Document, sweep: Document | None) -> list[str]:
             lines.append(
                 f"    {latency_name} ms: {percentiles}, max {found['max_ms']:,.3f} (mean {found['mean_ms']:,.3f}, "
                 f"{found['count']:,})"
+            )
+        for layer, found in series["stalls"].items():
+            percentiles = ", ".join(f"p{key} {found['percentiles_ms'][key]:,.3f}" for key in _SHOWN)
+            lines.append(
+                f"    layer {layer} stood still ms: {percentiles}, max {found['max_ms']:,.3f} "
+                f"(mean {found['mean_ms']:,.3f})"
             )
         if series["late"]["percentiles_ms"]["99"] > 1.0:
             late = series["late"]["percentiles_ms"]

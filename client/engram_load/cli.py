@@ -85,16 +85,20 @@ def _export_fio(options: argparse.Namespace) -> int:
     accesses = open_accesses(options.trace, options.tokenizer)
     cache_bytes = parse_size(options.cache_bytes)
     partial = options.output.with_name(options.output.name + ".partial")
-    with partial.open("w", encoding="utf-8") as out:
-        done = export(
-            accesses,
-            options.path,
-            out,
-            version=options.version,
-            cache_bytes=cache_bytes,
-            scales=options.scales,
-        )
-    partial.replace(options.output)
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+            done = export(
+                accesses,
+                options.path,
+                out,
+                version=options.version,
+                cache_bytes=cache_bytes,
+                scales=options.scales,
+            )
+        partial.replace(options.output)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     print(
         f"{options.output}: {done.reads:,} reads, {done.read_bytes:,} bytes, of {done.lookups:,} lookups; now run\n"
         f"  fio --name=trace --read_iolog={options.output} --ioengine=io_uring --direct={int(done.direct)} --iodepth=64"
@@ -107,7 +111,13 @@ def _compare(options: argparse.Namespace) -> int:
     from engram_load._compare import compare
     from engram_load._reports import load_document
 
-    print(compare(load_document(options.a), load_document(options.b), (str(options.a), str(options.b))))
+    documents = load_document(options.a), load_document(options.b)
+    try:
+        print(compare(*documents, (str(options.a), str(options.b))))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise LoadError(
+            f"{options.a} or {options.b} is damaged: a report has what is not there ({error!r})"
+        ) from error
     return 0
 
 
@@ -172,6 +182,7 @@ def _add_prefill(command: Callable[..., Any]) -> None:
     _add_target(sub)
     _add_text(sub)
     _add_length(sub)
+    _add_forward(sub)
     _add_load(sub)
 
 
@@ -190,6 +201,7 @@ def _add_decode(command: Callable[..., Any]) -> None:
     _add_target(sub)
     _add_text(sub)
     _add_decoding(sub)
+    _add_forward(sub)
     _add_load(sub)
 
 
@@ -208,6 +220,7 @@ def _add_mix(command: Callable[..., Any]) -> None:
     _add_text(sub)
     _add_length(sub)
     _add_decoding(sub)
+    _add_forward(sub)
     _add_load(sub)
 
 
@@ -377,17 +390,16 @@ def _add_target(sub: Any) -> None:
     )
     add_credentials(sub)
     embedded = sub.add_argument_group("a path as TARGET")
-    embedded.add_argument("--cache-bytes", default="0", metavar="SIZE", help="of the row cache (0: none)")
+    embedded.add_argument("--cache-bytes", metavar="SIZE", help="of the row cache (0: none)")
     embedded.add_argument(
-        "--backend", choices=("auto", "io_uring", "pread", "mmap"), default="auto", help="what reads (auto)"
+        "--backend", choices=("auto", "io_uring", "pread", "mmap"), help="what reads (auto)"
     )
     embedded.add_argument(
         "--scales",
         choices=("auto", "memory", "disk"),
-        default="auto",
         help="where scales are read from (auto)",
     )
-    embedded.add_argument("--io-depth", type=int, default=64, metavar="N", help="reads in flight (64)")
+    embedded.add_argument("--io-depth", type=int, metavar="N", help="reads in flight (64)")
 
 
 def _add_text(sub: Any) -> None:
@@ -420,6 +432,16 @@ def _add_decoding(sub: Any) -> None:
     group.add_argument("--drafts", type=int, default=0, metavar="N", help="speculative tokens a step (0)")
     group.add_argument(
         "--accept", type=float, default=0.7, metavar="P", help="chance that a draft is right (0.7)"
+    )
+
+
+def _add_forward(sub: Any) -> None:
+    sub.add_argument(
+        "--forward",
+        metavar="LAYER=TIME,...",
+        help="wait as a model does: rows of each layer are a lookup of their own, wanted after so much computing "
+        "(slept through) from the forward's beginning, such as 1=2ms,14=15ms; the report says how long each layer "
+        "stood still",
     )
 
 
@@ -457,7 +479,7 @@ def _add_load(sub: Any) -> None:
         "--sweep",
         metavar="WHAT=VALUES",
         help="measure for each of rate=, length= or concurrency=V,V,...; or LOW..HIGH: doubled until --slo fails, then "
-        "halved between",
+        "halved between. cache=SIZE,... or SIZE..SIZE (all doublings) where TARGET is a path",
     )
     group.add_argument(
         "--slo",
