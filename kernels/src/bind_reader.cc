@@ -190,7 +190,7 @@ void bind_reader(nb::module_& m) {
           "queue_latency",
           [](const Reader& r, Lane lane) { return histogram(r.metrics().queued(lane)); },
           nb::arg("lane"))
-      .def("change", &Reader::change)
+      .def("change", &Reader::change, nb::call_guard<nb::gil_scoped_release>())
       .def("read", &read_items, nb::arg("file").noconvert(), nb::arg("offset").noconvert(),
            nb::arg("length").noconvert(), nb::arg("out").noconvert())
       .def("close", &Reader::close, nb::call_guard<nb::gil_scoped_release>());
