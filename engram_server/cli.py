@@ -123,6 +123,8 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             "there is no PATH to serve: name it on the command line, in ENGRAM_SERVE_PATH, or as `path` in the file "
             "of --config"
         )
+    if options.uds_group is not None and options.uds is None:
+        raise ConfigError("--uds-group is for the UNIX socket of --uds, and there is none")
     pin(options.cpus, options.numa_node, options.path)
     shared_memory = SharedMemoryOptions(
         socket={"auto": "auto", "off": None}.get(options.shm, Path(options.shm)),
@@ -139,6 +141,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
             path=options.path,
             listen=None if options.listen == "none" else options.listen,
             uds=options.uds,
+            uds_group=options.uds_group,
             memory=_memory_options(options),
             limits=_limits(options),
             shared_memory=shared_memory,
@@ -421,6 +424,11 @@ def _add_serving(sub: Any) -> Configurable:
         help="TCP address; port 0 takes a free one, 'none' means no TCP (default 127.0.0.1:50051)",
     )
     sub.add_argument("--uds", type=Path, metavar="FILE", help="UNIX socket to listen on as well")
+    sub.add_argument(
+        "--uds-group",
+        metavar="GROUP",
+        help="let members of this group, and nobody else, connect to that socket (default: as the umask has it)",
+    )
     sub.add_argument(
         "--drain-seconds",
         type=_seconds,

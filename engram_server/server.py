@@ -37,7 +37,7 @@ from engram_server.reload import Reloader
 from engram_server.security import Security, SecurityOptions
 from engram_server.service import SERVICE_NAME, EngramService
 from engram_server.shared_memory import SharedMemoryChannel, SharedMemoryOptions, open_channel
-from engram_server.sockets import ServeError, make_way
+from engram_server.sockets import ServeError, make_way, open_to_group
 from engram_server.spans import SpanOptions, SpanSender
 from engram_server.systemd import notify
 from engram_server.watching import beat, log_loading, watch_tables
@@ -57,6 +57,8 @@ class ServeOptions:
     """HOST:PORT; port 0 takes a free one. None: no TCP."""
     uds: Path | None = None
     """UNIX socket to listen on as well."""
+    uds_group: str | None = None
+    """Members of this group, by its name or number, may connect to it. None: as the umask has it."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     limits: Limits = field(default_factory=Limits)
     shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
@@ -310,6 +312,8 @@ def _bind(server: grpc.aio.Server, options: ServeOptions, security: Security) ->
             server.add_insecure_port(target)
         except RuntimeError as error:
             raise ServeError(f"cannot listen on the UNIX socket {options.uds}: {error}") from error
+        if options.uds_group is not None:
+            open_to_group(options.uds, options.uds_group)
         addresses.append(target)
     return addresses
 

@@ -6,7 +6,6 @@ The channel itself is native (`_core.ShmServer`, docs/shared-memory.md): no requ
 from __future__ import annotations
 
 import asyncio
-import grp
 import logging
 import os
 import socket
@@ -22,15 +21,13 @@ from engram_kernels import _core
 from engram_server.limits import Limits
 from engram_server.lookup import group_rows
 from engram_server.memory import Memory
-from engram_server.sockets import ServeError, make_way, remove
+from engram_server.sockets import ServeError, group_id, make_way, remove
 
 log = logging.getLogger("engram_server")
 
 _CLIENT_SHARE = 4
 """One client may have one part in so many of all bytes."""
 _IDLE_POLL_S = 0.02
-_GROUP_END = 2**32 - 1
-"""Of group ids; chown takes this one for no group."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class SharedMemoryChannel:
         """Listens at once. Raises ServeError."""
         self.path = path
         self._options = options
-        group = None if options.group is None else _group_id(options.group)
+        group = None if options.group is None else group_id(options.group)
         listener, self._inode = _listen(path, group)
         try:
             self._native = _native_server(_served(memory), limits, options, listener, group, server_id)
@@ -170,15 +167,6 @@ def _private_folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ServeError(f"{folder} is not a folder of this user alone")
     return folder
-
-
-def _group_id(group: str) -> int:
-    if group.isdecimal() and int(group) < _GROUP_END:
-        return int(group)
-    try:
-        return grp.getgrnam(group).gr_gid
-    except (KeyError, ValueError):
-        raise ServeError(f"there is no group {group!r} to let in: give its name or number") from None
 
 
 def _listen(path: Path, group: int | None) -> tuple[socket.socket, int]:

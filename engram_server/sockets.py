@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import logging
+import os
 import socket
 import stat
 from contextlib import suppress
@@ -14,6 +16,8 @@ log = logging.getLogger("engram_server")
 
 _PATH_BYTES_MAX = 107
 """sun_path of sockaddr_un, without its closing zero."""
+_GROUP_END = 2**32 - 1
+"""Of group ids; chown takes this one for no group."""
 
 
 class ServeError(Exception):
@@ -60,3 +64,25 @@ def make_way(path: Path, kind: socket.SocketKind) -> None:
             raise ServeError(f"cannot tell whether {path} is in use: {error}") from error
         else:
             raise ServeError(f"another server is listening on {path}: stop it, or choose another path")
+
+
+def group_id(group: str) -> int:
+    """The id of a group by its name or number. Raises ServeError."""
+    if group.isdecimal() and int(group) < _GROUP_END:
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError):
+        raise ServeError(f"there is no group {group!r} to let in: give its name or number") from None
+
+
+def open_to_group(path: Path, group: str) -> None:
+    """Let members of a group connect to a socket of one's own, and nobody else. Raises ServeError."""
+    number = group_id(group)
+    try:
+        os.chown(path, -1, number)
+        path.chmod(0o660)
+    except OSError as error:
+        raise ServeError(
+            f"cannot give the UNIX socket {path} to the group {group}: {error.strerror}"
+        ) from error

@@ -230,7 +230,9 @@ def test_names_that_are_no_text(
         assert "the name is not UTF-8; rename it, or open it by a link" in refused(*command)
     assert "its name is not UTF-8" in engram_server("doctor", folder).stdout
     socket = Path(os.fsdecode(bytes(tmp_path) + b"/s\xff"))
-    assert "the UNIX socket is not UTF-8" in refused("serve", fp4_checkpoint, "--uds", socket)
+    assert "the UNIX socket is not UTF-8" in refused(
+        "serve", fp4_checkpoint, "--listen", "none", "--uds", socket
+    )
     assert "this is not UTF-8" in refused("lookup", fp4_checkpoint, "--text", "n\udcffm", status=2)
     store = folder.with_suffix(".store")
     assert f"{store}: " in done("convert", folder, store)

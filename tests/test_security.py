@@ -803,6 +803,27 @@ if os.geteuid() == 0:  # nobody else can be somebody else
             until(lambda: "(uid 54321) was not let in" in server.log.read_text())
             assert ask(admin, "POST", "/reload")[0] == 200
 
+    def test_a_group_may_connect_to_the_unix_socket_and_nobody_else(
+        fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+    ) -> None:
+        """The group of `by_stranger`; then another one."""
+        for group, let_in in (("54322", True), ("54323", False)):
+            folder = tmp_path / group
+            folder.mkdir()
+            uds = folder / "socket"
+            with serving(fp4_checkpoint, folder, uds=uds, uds_group=group), reachable(folder):
+                assert (uds.stat().st_mode & 0o777, uds.stat().st_gid) == (0o660, int(group))
+                assert by_stranger(lambda path=uds: connected(path)) == (
+                    "connected" if let_in else "[Errno 13] Permission denied"
+                )
+                with client_of(f"unix:{uds}") as client:
+                    assert right(truth, client)
+
+    def connected(path: Path) -> str:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+        return "connected"
+
     def attached(path: Path) -> str:
         from engram_kernels import _core
 
