@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -51,6 +52,7 @@ TROUBLES = {
     "EngramCacheCollapse": "steady",
     "EngramServerNotReady": "damaged",
     "EngramChecksumFailure": "damaged",
+    "EngramReloadRefused": "damaged",
     "EngramReadsSlow": "slow",
     "EngramDeviceSaturated": "slow",
     "EngramDecodeQueued": "slow",
@@ -157,7 +159,7 @@ class Servers:
         self.slow = self._start(
             folder / "slow" / "mnt", "slow", scales="disk", cache_bytes=0, io_depth=4, budget_bytes=1 << 20
         )
-        store = folder / "tables.engram"
+        store = self.store = folder / "tables.engram"
         assert main(["convert", str(checkpoint), str(store)]) == 0
         with store.open("r+b") as file:
             file.seek(4096 + 140)  # in row 1 of layer 1
@@ -311,6 +313,9 @@ def in_trouble(servers: Servers, seen: Seen) -> None:
         hammering(slow, 24),
     ):
         seen.fired |= fire(watched, "damaged", "EngramServerNotReady", "EngramChecksumFailure")
+        servers.store.rename(servers.folder / "away")
+        servers.damaged.process.send_signal(signal.SIGHUP)
+        seen.fired |= fire(watched, "damaged", "EngramReloadRefused")
         late = ("EngramReadsSlow", "EngramDeviceSaturated", "EngramDecodeQueued")
         seen.fired |= fire(watched, "slow", *late, "EngramBudgetNearlyFull", "EngramOverload")
         seen.fired |= fire(watched, "steady", "EngramCacheCollapse")
