@@ -503,6 +503,30 @@ def test_a_call_is_refused_before_its_request_is_received(guarded: ServerProcess
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_probe_is_answered_before_its_request_is_received(guarded: ServerProcess) -> None:
+    over = threading.Event()
+
+    def never() -> Iterator[health_pb2.HealthCheckRequest]:
+        over.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(guarded.targets[0]) as channel:
+        check = channel.stream_unary(
+            "/grpc.health.v1.Health/Check",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            assert check(never(), timeout=30).status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            over.set()
+    unknown = health_pb2.HealthCheckRequest(service="unknown")
+    with grpc.insecure_channel(guarded.targets[1]) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            health_pb2_grpc.HealthStub(channel).Check(unknown, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_a_call_over_the_unix_socket_without_a_request_is_an_error(guarded: ServerProcess) -> None:
     with grpc.insecure_channel(guarded.targets[1]) as channel:
         lookup = channel.stream_unary("/engram.v1.Engram/Lookup")
