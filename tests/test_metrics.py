@@ -354,13 +354,31 @@ def test_an_address_that_cannot_be_had_is_a_sentence(
     assert re.search(f"cannot show metrics at '?{re.escape(where)}'?: ", capsys.readouterr().err)
 
 
+def test_who_does_not_ask_keeps_nobody_out(server: ServerProcess) -> None:
+    """A server that its probes cannot reach is restarted: whoever reaches the port could have that done."""
+    host, _, port = address(server).rpartition(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(16)]
+    try:
+        for _ in range(30):
+            for connection in slow:
+                with suppress(ConnectionError):
+                    connection.send(b"G")
+            assert get(server, "/healthz") == (200, "alive\n")
+        assert get(server, "/metrics")[0] == 200
+    finally:
+        for connection in slow:
+            connection.close()
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_more_connections_than_there_is_room_for_are_hung_up_on(server: ServerProcess) -> None:
     host, _, port = address(server).rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(16)]
+    silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(17)]
     try:
-        with socket.create_connection((host, int(port)), timeout=20) as one_more, suppress(ConnectionError):
-            one_more.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-            assert one_more.recv(1) == b""
+        with suppress(ConnectionError):
+            assert silent[0].recv(1) == b""
+        silent[16].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert silent[16].makefile("rb").read().endswith(b"alive\n")
     finally:
         for connection in silent:
             connection.close()
