@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -30,7 +31,7 @@ from engram_server.cli import main
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import _TOTALS, LookupMetrics
+from engram_server.metrics import _TOTALS, LookupMetrics, MemoryCollector
 from engram_server.stream import ClientGoneError, ReplyStream
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -314,6 +315,20 @@ def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerP
     for name, family in shown.items():
         assert family.documentation.endswith("."), name
         assert not re.search(r"_(us|ms|ns|mib|kib|percent)(_|$)", name), f"{name}: seconds and bytes"
+
+
+def test_tables_that_are_gone_from_their_folder_can_be_shown(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """A reload shows them when requests begin to be answered from them: it must not fail for their names."""
+    folder = Path(shutil.copytree(fp4_checkpoint, tmp_path / "tables"))
+    device = folder.stat().st_dev
+    with Memory.open(folder, MemoryOptions(cache_bytes=1 << 20)) as memory:
+        shutil.rmtree(folder)
+        collector = MemoryCollector(memory, lambda: "")
+        collector.reopened(memory)
+        (family,) = (metric for metric in collector.collect() if metric.name == "engram_reads_in_flight")
+        assert [sample.labels["device"] for sample in family.samples] == [
+            f"{os.major(device)}:{os.minor(device)}"
+        ]
 
 
 def test_other_paths_and_odd_clients(server: ServerProcess) -> None:
