@@ -915,9 +915,11 @@ def test_a_token_leaves_the_host_with_tls_or_by_permission_alone(ca: Authority, 
     assert ALICE not in str(refused.value)
     with pytest.raises(ValueError, match="the token would go to"):
         AsyncEngramClient("10.0.0.1:1", token=ALICE)
+    with pytest.raises(ValueError, match=r"the token would go to 127\.0\.0\.1\.example:1 "):
+        EngramClient("127.0.0.1.example:1", token=ALICE)
     EngramClient("10.0.0.1:1", token=Token(ALICE, plaintext=True)).close()
     EngramClient("10.0.0.1:1", token=ALICE, tls=ca.tls()).close()
-    EngramClient(["127.0.0.1:1", "unix:/none"], token=ALICE).close()
+    EngramClient(["127.0.0.2:1", "[::1]:1", "localhost:1", "unix:/none"], token=ALICE).close()
 
 
 def test_files_of_tls_that_cannot_work_are_refused_at_once(ca: Authority, tmp_path: Path) -> None:
