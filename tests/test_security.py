@@ -866,6 +866,23 @@ def test_refusals_are_counted_each_and_logged_once_a_minute(caplog: pytest.LogCa
     ]
 
 
+def test_many_addresses_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    refused = Refusals(lambda: now)
+    for _ in range(2):
+        for number in range(5000):
+            refused.refused("no_token", f"fd00::{number:x}", "no token")
+    assert counts(refused)["no_token"] == 10_000
+    assert len(caplog.messages) == 1024
+    now += 60
+    refused.refused("no_token", "fd00::ffff", "no token")
+    refused.refused("no_token", "fd00::3ff", "no token")
+    assert caplog.messages[1024:] == [
+        "refused (no_token) fd00::ffff: no token",
+        "refused (no_token) fd00::3ff: no token (1 more since the last such line)",
+    ]
+
+
 # --------------------------------------------------------------------------------------------------- starting
 
 
