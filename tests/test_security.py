@@ -256,17 +256,23 @@ def test_files_are_taken_together_or_not_at_all(ca: Authority, tokens: Path) -> 
     ca.server()  # in place of the one there is
     written(tokens, "alice short")
     with pytest.raises(ServeError, match="can be guessed"):
-        security.reload()
+        asyncio.run(security.reload())
     assert (security.certificates._current, security.tokens) == before
     written(tokens, f"alice {ALICE}")
-    assert security.reload() == "certificates and 1 token"
+    assert asyncio.run(security.reload()) == "certificates and 1 token"
     assert security.certificates._current is not before[0]
 
 
 def test_a_file_without_cas_of_clients_is_refused(ca: Authority, tmp_path: Path) -> None:
-    empty = written(tmp_path / "empty.pem", "nothing")
-    with pytest.raises(ServeError, match=r"empty\.pem holds no certificates of CAs"):
-        Certificates(files_of(ca.server(), empty))
+    for text in ("", "nothing", "# Autorité\n"):
+        empty = written(tmp_path / "empty.pem", text)
+        with pytest.raises(ServeError, match=r"empty\.pem holds no certificates of CAs"):
+            Certificates(files_of(ca.server(), empty))
+
+
+def test_cas_of_clients_may_be_commented_in_any_language(ca: Authority, tmp_path: Path) -> None:
+    commented = written(tmp_path / "commented.pem", "# Autorité\n" + ca.file.read_text())
+    Certificates(files_of(ca.server(), commented))
 
 
 def encrypted() -> bytes:
