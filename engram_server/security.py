@@ -87,9 +87,8 @@ class Security:
 
     async def reload(self) -> str:
         """Read all files again; what was taken, in words, "" = there are none. Raises ServeError: then all stays as it
-        was."""
-        certificates = None if self.certificates is None else self.certificates.read()
-        tokens = None if self._options.tokens is None else Tokens.read(self._options.tokens)
+        was. A file system may take its time: files are read in a thread."""
+        certificates, tokens = await asyncio.to_thread(self._read)
         taken = []
         if self.certificates is not None and certificates is not None:
             self.certificates.use(certificates)
@@ -98,6 +97,11 @@ class Security:
             self.tokens = tokens
             taken.append(_count(tokens))
         return " and ".join(taken)
+
+    def _read(self) -> tuple[grpc.ServerCertificateConfiguration | None, Tokens | None]:
+        certificates = None if self.certificates is None else self.certificates.read()
+        tokens = None if self._options.tokens is None else Tokens.read(self._options.tokens)
+        return certificates, tokens
 
     async def watch(self) -> None:
         """Count connections that brought no call. For as long as it serves."""

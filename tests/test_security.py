@@ -33,6 +33,7 @@ from engram_client import (
     EngramClient,
     Retry,
     SharedMemory,
+    Timeouts,
     Tls,
     Token,
     UnavailableError,
@@ -555,6 +556,21 @@ def test_tokens_are_replaced_while_streams_go_on(guarded: ServerProcess, tokens:
     for token in (new, BOB):
         with client_of(target, token=token) as client:
             assert right(truth, client)
+
+
+def test_a_file_system_that_hangs_keeps_nobody_waiting(
+    guarded: ServerProcess, tokens: Path, tmp_path: Path, truth: Truth
+) -> None:
+    os.mkfifo(tmp_path / "fifo")  # whoever opens it to read waits for one who writes
+    (tmp_path / "fifo").replace(tokens)
+    guarded.process.send_signal(signal.SIGHUP)
+    with tokens.open("w") as file:  # it waits: the reload has begun
+        with client_of(guarded.targets[0], token=ALICE, timeouts=Timeouts(request_s=20.0)) as client:
+            assert right(truth, client)
+        file.write(f"alice {BOB}")
+    until(lambda: "reloaded: 1 token" in guarded.log.read_text())
+    with client_of(guarded.targets[0], token=BOB) as client:
+        assert right(truth, client)
 
 
 def test_a_file_of_tokens_that_makes_no_sense_changes_nothing(
