@@ -103,8 +103,9 @@ def _check_pair(files: TlsFiles, cert: bytes, key: bytes) -> None:
 def _check_roots(path: Path, roots: bytes) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_verify_locations(cadata=roots.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+        with _in_memory(roots) as roots_path:
+            context.load_verify_locations(roots_path)
+    except ssl.SSLError as error:
         raise ServeError(f"{path} holds no certificates of CAs in PEM") from error
 
 

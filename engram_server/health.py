@@ -8,6 +8,7 @@ import time
 
 from grpc_health.v1 import health, health_pb2
 
+from engram_server.logs import ONE_BY_ONE
 from engram_server.systemd import notify
 
 log = logging.getLogger("engram_server")
@@ -38,7 +39,9 @@ class Health:
         """A table can no longer be trusted to be whole. Lookups go on failing closed."""
         if not self._trouble:
             log.critical(
-                "health is NOT_SERVING until whole tables are opened, by SIGHUP or a restart: %s", sentence
+                "health is NOT_SERVING until whole tables are opened, by SIGHUP or a restart: %s",
+                sentence,
+                extra=ONE_BY_ONE,
             )
             self._trouble = sentence
             self._tell()

@@ -11,6 +11,7 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -25,7 +26,10 @@ log = logging.getLogger("engram_server")
 _SILENCE_S = 5.0
 """How long a client may keep its thread waiting for the next byte."""
 _CONNECTIONS = 16
-"""Answered at once; others are hung up on."""
+"""Worked on at once. One more takes the place of the one that has been saying what it wants for longest: whoever means
+to ask does so at once, and is kept out by nobody who does not."""
+_HANGING_UP_S = 1.0
+"""How long it may take until the place is free."""
 
 
 class HttpServer:
@@ -71,6 +75,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: Any, handler: type[Handler]) -> None:
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._asking: dict[socket.socket, None] = {}
+        """Of those in work, whose request is not there yet, by when they came. Changed by whole operations alone."""
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -79,17 +85,32 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, while there is room for one."""
-        if self._room.acquire(blocking=False):
+        """In a thread, while there is room for one or room can be made."""
+        if self._room.acquire(blocking=False) or self._make_room():
+            self._asking[request] = None
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def _make_room(self) -> bool:
+        longest = next(iter(tuple(self._asking)), None)
+        if longest is None:
+            return False
+        self.has_asked(longest)
+        with suppress(OSError):  # it has just gone by itself
+            longest.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and closes it
+        return self._room.acquire(timeout=_HANGING_UP_S)
+
+    def has_asked(self, request: socket.socket) -> None:
+        """It is to be answered now, and not hung up on any more."""
+        self._asking.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The thread's."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.has_asked(request)
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -101,9 +122,16 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Says little of itself."""
 
+    server: Server
     timeout = _SILENCE_S
     server_version = "engram-server"
     sys_version = ""
+
+    def parse_request(self) -> bool:
+        """With the headers, which is all there is of a request here."""
+        understood = super().parse_request()
+        self.server.has_asked(self.connection)
+        return understood
 
     def answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         """The whole of it."""

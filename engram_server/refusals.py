@@ -20,7 +20,7 @@ Reason = Literal["no_token", "wrong_token", "handshake", "wrong_uid", "admin_ove
 
 _QUIET_S = 60.0
 _PEERS = 1024
-"""Remembered, lest those who come with many addresses fill memory or the log."""
+"""Remembered, and told of in a minute: those who come with many addresses fill neither memory nor the log."""
 
 
 class Refusals(Collector):
@@ -41,16 +41,24 @@ class Refusals(Collector):
         with self._lock:
             self._counts[reason] += count
             until, unsaid = self._quiet.get((reason, peer), (0.0, 0))
-            if speak := now >= until:
+            if speak := now >= until and self._has_room(now):
                 self._quiet[reason, peer] = (now + _QUIET_S, 0)
                 self._quiet.move_to_end((reason, peer))
-                if len(self._quiet) > _PEERS:
-                    self._quiet.popitem(last=False)
-            else:
+            elif now < until:
                 self._quiet[reason, peer] = (until, unsaid + count)
         if speak:
             more = f" ({unsaid} more since the last such line)" if unsaid else ""
             log.warning("refused (%s) %s: %s%s", reason, peer or "somebody", sentence, more, extra=ONE_BY_ONE)
+
+    def _has_room(self, now: float) -> bool:
+        """For one more to tell of; the one that was told of longest ago makes way, if it has been a minute."""
+        if len(self._quiet) < _PEERS:
+            return True
+        oldest, (until, _) = next(iter(self._quiet.items()))
+        if now < until:
+            return False
+        del self._quiet[oldest]
+        return True
 
     def collect(self) -> Iterator[Metric]:
         """The counter; every reason is there from the start."""

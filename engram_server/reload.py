@@ -44,9 +44,13 @@ class Reloader:
         async with self._turn:
             return await self._reload()
 
+    def stop(self) -> None:
+        """Begin nothing any more: the server is shutting down."""
+        self._closing = True
+
     async def close(self) -> None:
         """Reload nothing any more, and wait for what has begun: a file half opened would be nobody's."""
-        self._closing = True
+        self.stop()
         if self._asked is not None:
             await self._asked
         async with self._turn:

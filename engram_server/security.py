@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 
 from engram_server.bearer import Tokens
 from engram_server.certificates import Certificates, TlsFiles
@@ -31,7 +31,8 @@ log = logging.getLogger("engram_server")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 _OPEN = f"/{health.SERVICE_NAME}/Check"
-"""For probes. Not Watch: whoever holds one open takes a place among the calls worked on at once."""
+"""For probes, of the server as a whole. Not Watch: whoever holds one open takes a place among the calls worked on at
+once."""
 _NO_TOKEN = "this server wants a token: send `authorization: Bearer TOKEN`"
 _WRONG_TOKEN = "the token is not one that this server knows"
 _FIRST_CALL_S = 5
@@ -86,9 +87,8 @@ class Security:
 
     async def reload(self) -> str:
         """Read all files again; what was taken, in words, "" = there are none. Raises ServeError: then all stays as it
-        was."""
-        certificates = None if self.certificates is None else self.certificates.read()
-        tokens = None if self._options.tokens is None else Tokens.read(self._options.tokens)
+        was. A file system may take its time: files are read in a thread."""
+        certificates, tokens = await asyncio.to_thread(self._read)
         taken = []
         if self.certificates is not None and certificates is not None:
             self.certificates.use(certificates)
@@ -97,6 +97,11 @@ class Security:
             self.tokens = tokens
             taken.append(_count(tokens))
         return " and ".join(taken)
+
+    def _read(self) -> tuple[grpc.ServerCertificateConfiguration | None, Tokens | None]:
+        certificates = None if self.certificates is None else self.certificates.read()
+        tokens = None if self._options.tokens is None else Tokens.read(self._options.tokens)
+        return certificates, tokens
 
     async def watch(self) -> None:
         """Count connections that brought no call. For as long as it serves."""
@@ -168,7 +173,9 @@ class _Gate(grpc.aio.ServerInterceptor):
         name = None if security.tokens is None else security.tokens.name_of(details.invocation_metadata)
         if name:
             token_name.set(name)
-        elif security.tokens is not None and details.method != _OPEN:
+        elif security.tokens is not None and details.method == _OPEN:
+            return _unread(handler, self._note)
+        elif security.tokens is not None:
             return _behind(handler, partial(self._admit, brought_none=name is None), before_request=True)
         return handler if security.certificates is None else _behind(handler, self._note)
 
@@ -210,6 +217,24 @@ def _behind(
     kind = f"{'stream' if many_requests else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     made: Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def _unread(check: Handler, note: Callable[[Context], Awaitable[None]]) -> Handler:
+    """Health's Check for whoever asks: its request may be as large as any message, and is received from the UNIX socket
+    alone. Over TCP the answer is of the server as a whole."""
+    inner: Any = check.unary_unary
+
+    async def behaviour(requests: AsyncIterator[Any], context: Context) -> Any:
+        await note(context)
+        request = health_pb2.HealthCheckRequest()
+        if peer_address(context.peer()) == UDS:
+            request = await _only(requests, context)
+        return await inner(request, context)
+
+    made: Handler = grpc.stream_unary_rpc_method_handler(
+        behaviour, check.request_deserializer, check.response_serializer
+    )
     return made
 
 

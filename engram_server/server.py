@@ -156,6 +156,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
 
         reloader = Reloader([security.reload, lambda: tables.reopen(turn_over, settled)], metrics.reloads)
         stack.push_async_callback(reloader.close)
+        stack.callback(_ignore_hang_ups)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
         http = None
         if options.metrics is not None:
@@ -191,6 +192,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         await stop.wait()
         log.info("draining: calls under way have %.0f s to finish", options.drain_s)
         stop.clear()
+        reloader.stop()
         await condition.draining()
         service.drain()
         drained = asyncio.create_task(_drained(server, channel, options.drain_s))
@@ -230,6 +232,13 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def _ignore_hang_ups() -> None:
+    """Until the process is gone: what the loop leaves behind would end it, before tables are closed and the hot set is
+    saved."""
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _status(

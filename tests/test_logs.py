@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -12,14 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from grpc_health.v1 import health
 from support.faulty_fs import faulty_fs
 from test_cli import engram_server, served
 
 from engram_client import EngramClient, EngramError
+from engram_server.health import Health
 from engram_server.logs import ONE_BY_ONE, JsonFormatter, RepeatFilter, TextFormatter, level_of
+from engram_server.shared_memory import SharedMemoryChannel
 
 
 class Log:
@@ -82,6 +86,52 @@ def test_what_differs_is_shown() -> None:
         log.logger.warning("file %d is odd", number, extra=ONE_BY_ONE)
     assert log.lines() == ["INFO a step", "WARNING file 0 is odd"] + [
         line for number in (1, 2) for line in ("INFO a step", f"WARNING file {number} is odd")
+    ]
+
+
+def test_tables_that_are_damaged_again_are_told_again() -> None:
+    log = Log()
+    server = logging.getLogger("engram_server")
+    server.addHandler(log.logger.handlers[0])
+
+    async def damaged_twice() -> None:
+        condition = Health(health.aio.HealthServicer(), ())
+        condition.serving()
+        condition.damaged("the first file")
+        condition.serving()
+        condition.damaged("the second file")
+        condition.damaged("and its rows")
+
+    try:
+        asyncio.run(damaged_twice())
+    finally:
+        server.removeHandler(log.logger.handlers[0])
+    assert [line.rpartition(": ")[2] for line in log.lines()] == ["the first file", "the second file"]
+
+
+def test_who_knocks_at_shared_memory_hides_nothing_else() -> None:
+    class Native:
+        damage = ""
+
+        def take_notes(self) -> list[str]:
+            return [
+                "process 17 (uid 1001) was not let in: 100 % no",
+                "process 18 (uid 1001) was not let in: 100 % no",
+                "process 19 was detached: its ring is broken",
+            ]
+
+    log = Log()
+    server = logging.getLogger("engram_server")
+    server.addHandler(log.logger.handlers[0])
+    channel = object.__new__(SharedMemoryChannel)
+    channel._native = cast(Any, Native())
+    try:
+        channel.look()
+    finally:
+        server.removeHandler(log.logger.handlers[0])
+    assert log.lines() == [
+        "WARNING shared memory: process 17 (uid 1001) was not let in: 100 % no",
+        "WARNING shared memory: process 19 was detached: its ring is broken",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -30,7 +31,7 @@ from engram_server.cli import main
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import _TOTALS, LookupMetrics
+from engram_server.metrics import _TOTALS, LookupMetrics, MemoryCollector
 from engram_server.stream import ClientGoneError, ReplyStream
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -316,6 +317,20 @@ def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerP
         assert not re.search(r"_(us|ms|ns|mib|kib|percent)(_|$)", name), f"{name}: seconds and bytes"
 
 
+def test_tables_that_are_gone_from_their_folder_can_be_shown(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """A reload shows them when requests begin to be answered from them: it must not fail for their names."""
+    folder = Path(shutil.copytree(fp4_checkpoint, tmp_path / "tables"))
+    device = folder.stat().st_dev
+    with Memory.open(folder, MemoryOptions(cache_bytes=1 << 20)) as memory:
+        shutil.rmtree(folder)
+        collector = MemoryCollector(memory, lambda: "")
+        collector.reopened(memory)
+        (family,) = (metric for metric in collector.collect() if metric.name == "engram_reads_in_flight")
+        assert [sample.labels["device"] for sample in family.samples] == [
+            f"{os.major(device)}:{os.minor(device)}"
+        ]
+
+
 def test_other_paths_and_odd_clients(server: ServerProcess) -> None:
     assert get(server, "/")[0] == 404
     host, _, port = address(server).rpartition(":")
@@ -354,13 +369,31 @@ def test_an_address_that_cannot_be_had_is_a_sentence(
     assert re.search(f"cannot show metrics at '?{re.escape(where)}'?: ", capsys.readouterr().err)
 
 
+def test_who_does_not_ask_keeps_nobody_out(server: ServerProcess) -> None:
+    """A server that its probes cannot reach is restarted: whoever reaches the port could have that done."""
+    host, _, port = address(server).rpartition(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(16)]
+    try:
+        for _ in range(30):
+            for connection in slow:
+                with suppress(ConnectionError):
+                    connection.send(b"G")
+            assert get(server, "/healthz") == (200, "alive\n")
+        assert get(server, "/metrics")[0] == 200
+    finally:
+        for connection in slow:
+            connection.close()
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_more_connections_than_there_is_room_for_are_hung_up_on(server: ServerProcess) -> None:
     host, _, port = address(server).rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(16)]
+    silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(17)]
     try:
-        with socket.create_connection((host, int(port)), timeout=20) as one_more, suppress(ConnectionError):
-            one_more.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-            assert one_more.recv(1) == b""
+        with suppress(ConnectionError):
+            assert silent[0].recv(1) == b""
+        silent[16].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert silent[16].makefile("rb").read().endswith(b"alive\n")
     finally:
         for connection in silent:
             connection.close()

@@ -22,6 +22,7 @@ from test_metrics import Scrape, get
 from engram_client import AsyncEngramClient, EngramClient, MismatchError
 from engram_client._proto import engram_pb2 as pb
 from engram_client._proto import engram_pb2_grpc as pb_grpc
+from engram_server.admin import ask
 from engram_server.cli import main
 from engram_server.recorder import RecordOptions
 from engram_server.tables.synth import synthesise
@@ -370,6 +371,57 @@ def test_a_reload_while_it_ends_harms_nothing(tables: Path, tmp_path: Path, firs
     log = (folder / "server.log").read_text()
     assert log.count("INFO:engram_server:stopped") == 3
     assert "Traceback" not in log
+
+
+SLOW_DRAIN = """
+import asyncio
+from engram_server import server
+drained = server._drained
+
+async def slow(*arguments):
+    await asyncio.sleep(3)
+    await drained(*arguments)
+
+server._drained = slow
+"""
+
+
+def test_nothing_is_opened_anew_by_a_server_that_drains(tables: Path, tmp_path: Path) -> None:
+    folder, admin = tmp_path / "server", tmp_path / "admin"
+    folder.mkdir()
+    with serving(tables, folder, admin=admin, before=SLOW_DRAIN) as server:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "draining" in server.log.read_text())
+        hang_up(server)
+        assert ask(admin, "POST", "/reload") == (409, "nothing was reloaded: the server is shutting down")
+        assert server.wait() == 0
+        assert "reloaded: " not in server.log.read_text()
+
+
+SLOW_CLOSE = """
+import time
+from engram_server import generation
+close = generation.Tables.close
+
+def slow(self):
+    logging.info("closing the tables")
+    time.sleep(2)
+    close(self)
+
+generation.Tables.close = slow
+"""
+
+
+def test_a_signal_to_reload_does_not_end_a_server_that_closes_its_tables(
+    tables: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with serving(tables, folder, before=SLOW_CLOSE) as server:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "closing the tables" in server.log.read_text())
+        hang_up(server)
+        assert server.wait() == 0
 
 
 def test_a_packed_store_takes_the_place_of_the_one_served(

@@ -33,6 +33,7 @@ from engram_client import (
     EngramClient,
     Retry,
     SharedMemory,
+    Timeouts,
     Tls,
     Token,
     UnavailableError,
@@ -256,17 +257,23 @@ def test_files_are_taken_together_or_not_at_all(ca: Authority, tokens: Path) -> 
     ca.server()  # in place of the one there is
     written(tokens, "alice short")
     with pytest.raises(ServeError, match="can be guessed"):
-        security.reload()
+        asyncio.run(security.reload())
     assert (security.certificates._current, security.tokens) == before
     written(tokens, f"alice {ALICE}")
-    assert security.reload() == "certificates and 1 token"
+    assert asyncio.run(security.reload()) == "certificates and 1 token"
     assert security.certificates._current is not before[0]
 
 
 def test_a_file_without_cas_of_clients_is_refused(ca: Authority, tmp_path: Path) -> None:
-    empty = written(tmp_path / "empty.pem", "nothing")
-    with pytest.raises(ServeError, match=r"empty\.pem holds no certificates of CAs"):
-        Certificates(files_of(ca.server(), empty))
+    for text in ("", "nothing", "# Autorité\n"):
+        empty = written(tmp_path / "empty.pem", text)
+        with pytest.raises(ServeError, match=r"empty\.pem holds no certificates of CAs"):
+            Certificates(files_of(ca.server(), empty))
+
+
+def test_cas_of_clients_may_be_commented_in_any_language(ca: Authority, tmp_path: Path) -> None:
+    commented = written(tmp_path / "commented.pem", "# Autorité\n" + ca.file.read_text())
+    Certificates(files_of(ca.server(), commented))
 
 
 def encrypted() -> bytes:
@@ -503,6 +510,30 @@ def test_a_call_is_refused_before_its_request_is_received(guarded: ServerProcess
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_probe_is_answered_before_its_request_is_received(guarded: ServerProcess) -> None:
+    over = threading.Event()
+
+    def never() -> Iterator[health_pb2.HealthCheckRequest]:
+        over.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(guarded.targets[0]) as channel:
+        check = channel.stream_unary(
+            "/grpc.health.v1.Health/Check",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            assert check(never(), timeout=30).status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            over.set()
+    unknown = health_pb2.HealthCheckRequest(service="unknown")
+    with grpc.insecure_channel(guarded.targets[1]) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            health_pb2_grpc.HealthStub(channel).Check(unknown, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_a_call_over_the_unix_socket_without_a_request_is_an_error(guarded: ServerProcess) -> None:
     with grpc.insecure_channel(guarded.targets[1]) as channel:
         lookup = channel.stream_unary("/engram.v1.Engram/Lookup")
@@ -525,6 +556,21 @@ def test_tokens_are_replaced_while_streams_go_on(guarded: ServerProcess, tokens:
     for token in (new, BOB):
         with client_of(target, token=token) as client:
             assert right(truth, client)
+
+
+def test_a_file_system_that_hangs_keeps_nobody_waiting(
+    guarded: ServerProcess, tokens: Path, tmp_path: Path, truth: Truth
+) -> None:
+    os.mkfifo(tmp_path / "fifo")  # whoever opens it to read waits for one who writes
+    (tmp_path / "fifo").replace(tokens)
+    guarded.process.send_signal(signal.SIGHUP)
+    with tokens.open("w") as file:  # it waits: the reload has begun
+        with client_of(guarded.targets[0], token=ALICE, timeouts=Timeouts(request_s=20.0)) as client:
+            assert right(truth, client)
+        file.write(f"alice {BOB}")
+    until(lambda: "reloaded: 1 token" in guarded.log.read_text())
+    with client_of(guarded.targets[0], token=BOB) as client:
+        assert right(truth, client)
 
 
 def test_a_file_of_tokens_that_makes_no_sense_changes_nothing(
@@ -863,6 +909,23 @@ def test_refusals_are_counted_each_and_logged_once_a_minute(caplog: pytest.LogCa
     ]
 
 
+def test_many_addresses_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    refused = Refusals(lambda: now)
+    for _ in range(2):
+        for number in range(5000):
+            refused.refused("no_token", f"fd00::{number:x}", "no token")
+    assert counts(refused)["no_token"] == 10_000
+    assert len(caplog.messages) == 1024
+    now += 60
+    refused.refused("no_token", "fd00::ffff", "no token")
+    refused.refused("no_token", "fd00::3ff", "no token")
+    assert caplog.messages[1024:] == [
+        "refused (no_token) fd00::ffff: no token",
+        "refused (no_token) fd00::3ff: no token (1 more since the last such line)",
+    ]
+
+
 # --------------------------------------------------------------------------------------------------- starting
 
 
@@ -912,9 +975,11 @@ def test_a_token_leaves_the_host_with_tls_or_by_permission_alone(ca: Authority, 
     assert ALICE not in str(refused.value)
     with pytest.raises(ValueError, match="the token would go to"):
         AsyncEngramClient("10.0.0.1:1", token=ALICE)
+    with pytest.raises(ValueError, match=r"the token would go to 127\.0\.0\.1\.example:1 "):
+        EngramClient("127.0.0.1.example:1", token=ALICE)
     EngramClient("10.0.0.1:1", token=Token(ALICE, plaintext=True)).close()
     EngramClient("10.0.0.1:1", token=ALICE, tls=ca.tls()).close()
-    EngramClient(["127.0.0.1:1", "unix:/none"], token=ALICE).close()
+    EngramClient(["127.0.0.2:1", "[::1]:1", "localhost:1", "unix:/none"], token=ALICE).close()
 
 
 def test_files_of_tls_that_cannot_work_are_refused_at_once(ca: Authority, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 
@@ -22,8 +23,13 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
 
 def is_local(target: str) -> bool:
     """Whether a target is on this host for certain: a UNIX socket or a loopback address."""
-    host = target.rpartition(":")[0]
-    return target.startswith("unix:") or host in ("localhost", "[::1]") or host.startswith("127.")
+    host = target.rpartition(":")[0].strip("[]")
+    if target.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, "127.0.0.1.example" among them
+        return False
 
 
 def _parse(target: str) -> str:
