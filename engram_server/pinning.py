@@ -69,8 +69,8 @@ def pin(cpus: str | None, node: str | None, tables: Path, sys: Path = Path("/sys
     if cpus is not None:
         _run_on(_allowed(parse_cpus(cpus), f"--cpus {cpus}"))
     elif number is not None:
-        own = parse_cpus((sys / f"devices/system/node/node{number}/cpulist").read_text())
-        _run_on(_allowed(own & os.sched_getaffinity(0), f"--numa-node {number}"))
+        own = _cpus_of(number, sys) & os.sched_getaffinity(0)
+        _run_on(_allowed(own, f"--numa-node {number}"))
     if number is not None:
         _prefer_memory_of(number)
 
@@ -100,6 +100,15 @@ def _nodes(sys: Path) -> set[int]:
         return parse_cpus((sys / "devices/system/node/online").read_text())
     except OSError:
         return {0}
+
+
+def _cpus_of(node: int, sys: Path) -> set[int]:
+    """None, for a node of memory alone; those allowed, for a kernel that knows no nodes."""
+    try:
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
+    except FileNotFoundError:
+        return os.sched_getaffinity(0)
+    return parse_cpus(listed) if listed.strip() else set()
 
 
 def _drive_nodes(tables: Path, sys: Path) -> Iterator[int]:

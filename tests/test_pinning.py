@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -117,16 +118,26 @@ def test_auto_is_the_node_of_the_drive(tmp_path: Path) -> None:
 
 
 def test_a_node_by_its_number_keeps_to_the_cpus_allowed(tmp_path: Path) -> None:
-    machine = Machine(tmp_path / "sys", tmp_path, {0: "0-1023", 3: "2000"})
+    machine = Machine(
+        tmp_path / "sys", tmp_path, {0: "0-1023", 3: "2000", 4: ""}
+    )  # the last one has memory alone
     cpus, memory = pinned("-", "0", tmp_path, machine)
     assert cpus == f"cpus {listed(ALLOWED)}"
     assert "prefer" in memory
-    with pytest.raises(
-        ServeError, match=r"--numa-node 3: this process may run on CPUs .*, none of which it has"
-    ):
-        pin(None, "3", tmp_path, machine.root)
+    for node in ("3", "4"):
+        with pytest.raises(
+            ServeError, match=rf"--numa-node {node}: this process may run on CPUs .*, none of which it has"
+        ):
+            pin(None, node, tmp_path, machine.root)
     with pytest.raises(ServeError, match="there is no NUMA node 7 here; there is 0, 3"):
         pin(None, "7", tmp_path, machine.root)
+
+
+def test_a_kernel_without_nodes_has_one(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "sys", tmp_path, {})
+    shutil.rmtree(machine.root / "devices")
+    cpus, *_ = pinned("-", "0", tmp_path, machine)
+    assert cpus == f"cpus {listed(ALLOWED)}"
 
 
 def test_cpus_go_before_those_of_the_node(tmp_path: Path) -> None:
