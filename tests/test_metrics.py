@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +35,12 @@ from engram_server.memory import Memory, MemoryOptions
 from engram_server.metrics import _TOTALS, LookupMetrics
 from engram_server.stream import ClientGoneError, ReplyStream
 
+_ASKS_AND_WAITS = """
+import sys
+from engram_client import EngramClient
+with EngramClient(sys.argv[1], shared_memory="require") as client:
+    client.lookup_rows(1, list(range(8)))
+"""
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 
@@ -388,6 +396,29 @@ def test_a_lookup_that_is_given_up_is_counted(fp4_checkpoint: Path, tmp_path: Pa
         name = "engram_lookup_failures_total"
         until(lambda: any(sample.name == name for sample in Scrape(server).samples))
         assert Scrape(server).sum(name, code="cancelled") == 1
+
+
+def test_lookups_of_a_client_that_dies_are_cancelled_over_shared_memory_too(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """As over gRPC: what an engine's end leaves behind is no failure of the server, and wakes nobody."""
+    mounted = tmp_path / "mnt"
+    with (
+        faulty_fs(fp4_checkpoint, mounted, tmp_path / "control.json") as faults,
+        serving(mounted, tmp_path, metrics="127.0.0.1:0", scales="disk", cache_bytes=0) as server,
+    ):
+        faults.set("slow", delay_s=0.5)
+        client = subprocess.Popen([sys.executable, "-c", _ASKS_AND_WAITS, server.targets[0]])
+        try:
+            until(lambda: Scrape(server).sum("engram_reads_in_flight") > 0)
+        finally:
+            client.kill()
+            client.wait()
+        faults.clear()
+        until(lambda: Scrape(server).sum("engram_shm_clients") == 0)
+        after = Scrape(server)
+    name = "engram_lookup_failures_total"
+    assert {s.labels["code"]: s.value for s in after.samples if s.name == name} == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("gone", ["cancelled", "broken"])
