@@ -151,7 +151,7 @@ class _Opened:
         self.converter = converter
         self.at = time.time()
         self.layers = list(memory.tables)
-        self.devices = _devices(memory.reader)
+        self.devices = _devices(memory)
 
 
 class MemoryCollector(Collector):
@@ -374,11 +374,11 @@ class ServerMetrics:
         PlatformCollector(registry=self.registry)
 
 
-def _devices(reader: _core.Reader) -> dict[str, int]:
-    """A file of each device that holds tables, by the device's numbers."""
+def _devices(memory: Memory) -> dict[str, int]:
+    """A file of each device that holds tables, by the device's numbers. As of its opening: its name may be gone."""
     devices: dict[str, int] = {}
-    for number, file in enumerate(reader.files):
-        device = Path(file.path).stat().st_dev
+    for number, file in enumerate(memory.reader.files):
+        device, _ = memory.names[Path(file.path)]
         devices.setdefault(f"{os.major(device)}:{os.minor(device)}", number)
     return devices
 

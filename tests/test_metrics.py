@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import fields
 from http.client import HTTPException
 from pathlib import Path
@@ -32,7 +33,7 @@ from engram_server.cli import main
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import _TOTALS, LookupMetrics
+from engram_server.metrics import _TOTALS, LookupMetrics, ServerMetrics
 from engram_server.stream import ClientGoneError, ReplyStream
 
 _ASKS_AND_WAITS = """
@@ -473,6 +474,20 @@ def test_a_stream_counts_each_lookup_once_whenever_its_client_goes(
         samples.get(("engram_lookup_failures_total", "invalid_argument", "tcp"), 0),
         samples.get(("engram_lookup_failures_total", "cancelled", "tcp"), 0),
     )
+
+
+def test_tables_whose_files_are_gone_by_name_are_shown_as_they_were_opened(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A file may be deleted between a reload's opening and its turning over."""
+    tables = Path(shutil.copytree(fp4_checkpoint, tmp_path / "tables"))
+    device = tables.stat().st_dev
+    with closing(Memory.open(tables, MemoryOptions())) as memory:
+        shutil.rmtree(tables)
+        shown = ServerMetrics(memory, lambda: "")
+        name = "engram_reads_in_flight"
+        labels = {"device": f"{os.major(device)}:{os.minor(device)}"}
+        assert shown.registry.get_sample_value(name, labels) == 0
 
 
 def test_a_taken_port_is_a_sentence(
