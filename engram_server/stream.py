@@ -66,6 +66,11 @@ class Answer:
         self._abandoned = True
         self._room.release()
 
+    def forget(self) -> None:
+        """When nobody sends it any more. An error among its steps holds the frames it passed, and they hold this."""
+        while not self._steps.empty():
+            self._steps.get_nowait()
+
     async def plan(self) -> Plan:
         """For the sender, first. Raises the reader's error."""
         step = await self._next()
@@ -135,6 +140,7 @@ class ReplyStream:
         when there is nobody to reply to.
         """
         reader = self._reader = asyncio.create_task(self._read_ahead())
+        answer: Answer | None = None
         try:
             while (answer := await self._answers.get()) is not None:
                 await self._send(answer)
@@ -149,6 +155,11 @@ class ReplyStream:
             reader.cancel()
             for _ in range(self._unsent - self._counted):  # nobody waits for them any more
                 self._meter.failed(grpc.StatusCode.CANCELLED)
+            if answer is not None:
+                answer.forget()
+            while not self._answers.empty():
+                if (answer := self._answers.get_nowait()) is not None:
+                    answer.forget()
             # A task holds its exception, that the frames it passed, and they the rows of this stream: out of
             # that circle, or the rows stay until the garbage collector happens to run.
             del reader

@@ -1,6 +1,10 @@
 """Checkpoints that many tests read; none may write to them."""
 
+import logging
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,18 @@ settings.load_profile("engram")
 
 SMALL_VOCAB_SIZE = 2000
 """Tables of about 50,000 rows."""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A program that is run in the tests' process logs to the stderr of that test, which is closed afterwards."""
+    root = logging.getLogger()
+    handlers, level, hooks = set(root.handlers), root.level, (sys.excepthook, threading.excepthook)
+    yield
+    for handler in set(root.handlers) - handlers:
+        root.removeHandler(handler)
+    root.setLevel(level)
+    sys.excepthook, threading.excepthook = hooks
 
 
 @pytest.fixture(scope="session")

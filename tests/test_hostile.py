@@ -137,6 +137,43 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
             gc.enable()
 
 
+def test_nor_does_one_whose_error_nobody_came_to_read(fp4_checkpoint: Path) -> None:
+    limits = Limits()
+    taken = asyncio.Event()
+
+    async def requests() -> AsyncIterator[pb.LookupRequest]:
+        for row in (5, 6, 2**40):
+            ids = row.to_bytes(8, "little")
+            yield pb.LookupRequest(rows=pb.RowKeys(layer=1, ids=ids, id_bytes=8))
+
+    async def cancelled(memory: Memory) -> None:
+        fetcher = Fetcher(memory, limits, on_damage=lambda text: None)
+
+        async def write(chunk: pb.LookupChunk) -> None:
+            taken.set()
+            await asyncio.Event().wait()  # a client that takes nothing
+
+        replies = ReplyStream(lambda: fetcher, limits, requests(), write, METER)
+        stream = asyncio.create_task(replies.run())
+        await taken.wait()
+        reader = replies._reader
+        assert reader is not None
+        await asyncio.wait({reader})  # so all three were taken
+        assert memory.engine.in_flight_bytes() > 0
+        stream.cancel()
+        await asyncio.wait({stream})
+        fetcher.close()
+
+    with Memory.open(fp4_checkpoint, MemoryOptions(scales="disk")) as memory:
+        gc.collect()
+        gc.disable()
+        try:
+            asyncio.run(cancelled(memory))
+            until(lambda: memory.engine.in_flight_bytes() == 0)
+        finally:
+            gc.enable()
+
+
 def test_a_server_does_not_wait_for_reads_of_clients_that_it_gave_up(
     fp4_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -8,11 +8,13 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import fields
 from http.client import HTTPException
 from pathlib import Path
@@ -31,9 +33,15 @@ from engram_server.cli import main
 from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
-from engram_server.metrics import _TOTALS, LookupMetrics, MemoryCollector
+from engram_server.metrics import _TOTALS, LookupMetrics, MemoryCollector, ServerMetrics
 from engram_server.stream import ClientGoneError, ReplyStream
 
+_ASKS_AND_WAITS = """
+import sys
+from engram_client import EngramClient
+with EngramClient(sys.argv[1], shared_memory="require") as client:
+    client.lookup_rows(1, list(range(8)))
+"""
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 
@@ -423,6 +431,29 @@ def test_a_lookup_that_is_given_up_is_counted(fp4_checkpoint: Path, tmp_path: Pa
         assert Scrape(server).sum(name, code="cancelled") == 1
 
 
+def test_lookups_of_a_client_that_dies_are_cancelled_over_shared_memory_too(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """As over gRPC: what an engine's end leaves behind is no failure of the server, and wakes nobody."""
+    mounted = tmp_path / "mnt"
+    with (
+        faulty_fs(fp4_checkpoint, mounted, tmp_path / "control.json") as faults,
+        serving(mounted, tmp_path, metrics="127.0.0.1:0", scales="disk", cache_bytes=0) as server,
+    ):
+        faults.set("slow", delay_s=0.5)
+        client = subprocess.Popen([sys.executable, "-c", _ASKS_AND_WAITS, server.targets[0]])
+        try:
+            until(lambda: Scrape(server).sum("engram_reads_in_flight") > 0)
+        finally:
+            client.kill()
+            client.wait()
+        faults.clear()
+        until(lambda: Scrape(server).sum("engram_shm_clients") == 0)
+        after = Scrape(server)
+    name = "engram_lookup_failures_total"
+    assert {s.labels["code"]: s.value for s in after.samples if s.name == name} == {"cancelled": 1}
+
+
 @pytest.mark.parametrize("gone", ["cancelled", "broken"])
 @pytest.mark.parametrize(("after", "counted"), [(1, (1, 0, 2)), (2, (1, 1, 1)), (3, (2, 1, 0))])
 def test_a_stream_counts_each_lookup_once_whenever_its_client_goes(
@@ -475,6 +506,20 @@ def test_a_stream_counts_each_lookup_once_whenever_its_client_goes(
         samples.get(("engram_lookup_failures_total", "invalid_argument", "tcp"), 0),
         samples.get(("engram_lookup_failures_total", "cancelled", "tcp"), 0),
     )
+
+
+def test_tables_whose_files_are_gone_by_name_are_shown_as_they_were_opened(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A file may be deleted between a reload's opening and its turning over."""
+    tables = Path(shutil.copytree(fp4_checkpoint, tmp_path / "tables"))
+    device = tables.stat().st_dev
+    with closing(Memory.open(tables, MemoryOptions())) as memory:
+        shutil.rmtree(tables)
+        shown = ServerMetrics(memory, lambda: "")
+        name = "engram_reads_in_flight"
+        labels = {"device": f"{os.major(device)}:{os.minor(device)}"}
+        assert shown.registry.get_sample_value(name, labels) == 0
 
 
 def test_a_taken_port_is_a_sentence(

@@ -174,7 +174,7 @@ void Server::serve(Client& client) {
   if (client.gone) return;
   if (client.session) {
     client.gone = true;
-    client.session->stop();
+    client.session->leave();
     // It would be reported again until the session has ended.
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, client.socket.get(), nullptr);
   } else {
@@ -252,7 +252,7 @@ void Server::attach(Client& client, const Hello& hello, Welcome& welcome) {
     }
     if (!send_welcome(client.socket.get(), welcome, file.get())) {
       client.gone = true;
-      client.session->stop();
+      client.session->leave();
     }
   } catch (const std::system_error& error) {
     throw Refusal(Status::resource_exhausted, error.what());

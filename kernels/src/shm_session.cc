@@ -78,6 +78,11 @@ void Session::stop() {
   bell_->ring();
 }
 
+void Session::leave() {
+  left_.store(true);
+  stop();
+}
+
 void Session::run() {
   ::pthread_setname_np(::pthread_self(), "engram-shm");
   while (!stopping_.load() && complaint_.empty()) {
@@ -175,10 +180,16 @@ void Session::rest() {
   bell_->sleep([&] { return has_entries(); }, until, limits_.spin);
 }
 
+// A client that is gone, or was shown out, gave its requests up: that is no failure of the server.
 void Session::give_up() {
+  const bool shutting_down = stopping_.load() && !left_.load();
   for (Works& works : works_) {
     for (const std::unique_ptr<Work>& work : works) {
-      work->end(Status::unavailable, kShuttingDown);
+      if (shutting_down) {
+        work->end(Status::unavailable, kShuttingDown);
+      } else {
+        work->end(Status::cancelled, "the client is detached");
+      }
       complete(*work);
     }
     works.clear();

@@ -51,8 +51,10 @@ class Session {
   void start();
   // New requests are refused from now on.
   void drain();
-  // Ends the thread; what is under way is given up.
+  // The server ends: ends the thread; what is under way is given up.
   void stop();
+  // The same, when the client is gone: nobody waits for it any more.
+  void leave();
   bool ended() const { return ended_.load(); }
   bool idle() const { return under_way_.load() == 0; }
   // Why the session ended by itself; empty: it did not. Once it has ended.
@@ -89,6 +91,7 @@ class Session {
   std::atomic<std::uint32_t> under_way_{0};
   std::atomic<bool> draining_{false};
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> left_{false};
   std::atomic<bool> ended_{false};
   std::thread thread_;
 };
