@@ -75,7 +75,7 @@ def ask(path: Path, method: str, what: str) -> tuple[int, str]:
         reply = connection.getresponse()
         return reply.status, reply.read().decode("utf-8", "replace").rstrip()
     except (OSError, HTTPException) as error:
-        reason = getattr(error, "strerror", None) or repr(error)
+        reason = getattr(error, "strerror", None) or "what listens there speaks no HTTP"
         raise ServeError(
             f"no server answers at {path} ({reason}): it listens there when started with --admin {path}"
         ) from error

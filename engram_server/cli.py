@@ -31,7 +31,7 @@ Serve the Engram table rows of DeepSeek-V4.1-Flash from NVMe to any inference en
 A first look, without the 190 GiB of a real checkpoint:
   engram-server synth /data/small --engram-vocab-size 200000    tables of 1.3 GB, laid out like the real ones
   engram-server inspect /data/small                             what is in them
-  engram-server convert /data/small /data/small.store           one read per row, and a checksum for each
+  engram-server convert /data/small /data/small.engram          one read per row, and a checksum for each
   engram-server doctor /data/small                              how fast this machine reads them, and how
   engram-server serve /data/small                               serve them on 127.0.0.1:50051
   engram-server lookup 127.0.0.1:50051 --tokens 0,3,17          ask for rows, in another terminal
@@ -271,7 +271,10 @@ def _memory_options(options: argparse.Namespace) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="engram-server", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="engram-server",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"engram-server {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -283,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.\n\n{details}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         sub.set_defaults(run=run)
         return sub
@@ -393,8 +397,9 @@ def _add_config(command: Callable[..., Any]) -> None:
 
 
 _RELOAD = """\
-Asks a server to read again what may be replaced while it serves; prints what it took. Nothing is dropped meanwhile.
-When something is wrong with it, all stays as it was, the exit status is 1, and a sentence says why.
+Asks a server to open its tables anew, with an empty cache or its hot set, and to read certificates and tokens again;
+prints what it took. No request fails meanwhile. Certificates and tokens are one part, tables another: a part that
+something is wrong with stays as it was, a sentence says why, and the exit status is 1.
 
   engram-server serve /models/DeepSeek-V4.1-Flash --admin /run/engram.admin ...
   engram-server reload /run/engram.admin"""
@@ -403,10 +408,17 @@ When something is wrong with it, all stays as it was, the exit status is 1, and 
 def _add_admin(command: Callable[..., Any]) -> None:
     for name, run, summary, details in (
         ("reload", _reload, "have a server read its files again", _RELOAD),
-        ("status", _status, "show what a server serves", "Prints JSON."),
+        (
+            "status",
+            _status,
+            "show what a server serves",
+            "Prints JSON: addresses, tables with their digests, backend, and whether it is ready, or why not.",
+        ),
     ):
         sub = command(name, run, summary, details)
-        sub.add_argument("socket", type=Path, metavar="SOCKET", help="what --admin of `serve` says")
+        sub.add_argument(
+            "socket", type=Path, metavar="SOCKET", help="the path that `serve` was given as --admin"
+        )
 
 
 def _add_serving(sub: Any) -> Configurable:

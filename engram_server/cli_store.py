@@ -14,8 +14,8 @@ _CONVERT = """\
 SRC is a checkpoint (FP4 or FP8), one of its shards, or DSV41EN1 shards. OUT is a packed store, one file that needs one
 read per row and carries a checksum for each; with --to dsv41 it is a directory of shards.
 
-  engram-server convert /models/DeepSeek-V4.1-Flash /data/engram.store             as it is, FP4 or FP8
-  engram-server convert /models/DeepSeek-V4.1-Flash /data/engram.store --to fp4    FP8 re-quantised to half the size
+  engram-server convert /models/DeepSeek-V4.1-Flash /data/flash.engram             as it is, FP4 or FP8
+  engram-server convert /models/DeepSeek-V4.1-Flash /data/flash.engram --to fp4    FP8 re-quantised to half the size
 
 Until it is whole and on disk the file is OUT.partial. After an interruption of any kind --resume goes on there."""
 

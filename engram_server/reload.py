@@ -20,7 +20,7 @@ Part: TypeAlias = Callable[[], Awaitable[str]]
 
 
 class ReloadError(Exception):
-    """What was not reloaded, and why, a line for each part; the others were."""
+    """What was not reloaded, and why, and what was: a line for each part."""
 
 
 class Reloader:
@@ -82,5 +82,6 @@ class Reloader:
             log.error("not reloaded, and as it was: %s", sentence, extra=ONE_BY_ONE)
         self._reloads.labels("refused" if refused else "done").inc()
         if refused:
-            raise ReloadError("\n".join(refused))
+            lines = [f"not reloaded, and as it was: {sentence}" for sentence in refused]
+            raise ReloadError("\n".join(lines + [f"reloaded: {sentence}" for sentence in done]))
         return "\n".join(done)

@@ -236,6 +236,13 @@ def test_serve_without_a_path_says_where_one_can_be_given() -> None:
     assert "ENGRAM_SERVE_PATH" in result.stderr
 
 
+def test_a_flag_is_written_out() -> None:
+    """A short form of today is another flag's, or nobody's, in the next version."""
+    result = run("config", "--cache-byte", "1GiB")
+    assert result.returncode == 2
+    assert "unrecognized arguments: --cache-byte" in result.stderr
+
+
 def test_a_server_runs_from_a_file_and_the_environment(fp4_checkpoint: Path, file: Path) -> None:
     file.write_text("[serve]\nlisten = '127.0.0.1:0'\ncache-bytes = '16MiB'\nshm = 'off'\n")
     environ = {"ENGRAM_SERVE_CONFIG": str(file), "ENGRAM_SERVE_PATH": str(fp4_checkpoint)}

@@ -39,6 +39,7 @@ from engram_client import (
     UnavailableError,
 )
 from engram_client._credentials import Bearer
+from engram_client._errors import from_rpc
 from engram_client._proto import engram_pb2 as pb
 from engram_client.adapters._settings import Settings
 from engram_server.admin import AdminServer, ask
@@ -199,6 +200,24 @@ def test_clients_without_the_right_certificate_are_refused_counted_and_logged(
         assert "refused (handshake) somebody: connections with TLS brought no call" in server.log.read_text()
         with client_of(target, tls=ca.tls(good)) as client:
             assert right(truth, client)
+
+
+@pytest.mark.parametrize(
+    ("says", "is_guess"),
+    [
+        ("Socket closed", True),
+        ("Failed to connect to remote host: Timeout occurred: FD Shutdown", True),
+        ("connection attempt timed out before receiving SETTINGS frame", True),
+        ("Handshake read failed", True),
+        ("Failed to connect to remote host: connect: Connection refused (111)", False),
+        ("unix:/nowhere: connect: No such file or directory (2)", False),
+    ],
+)
+def test_a_handshake_that_failed_is_guessed_at_however_grpc_puts_it(says: str, is_guess: bool) -> None:
+    details = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50051: {says}"
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, details)
+    assert ("does it want TLS" in str(from_rpc(error, "127.0.0.1:50051"))) is is_guess
 
 
 def test_each_failed_handshake_is_counted_and_no_other(
@@ -578,7 +597,10 @@ def test_a_file_of_tokens_that_makes_no_sense_changes_nothing(
 ) -> None:
     written(tokens, "alice short\n")
     assert main(["reload", str(tmp_path / "admin")]) == 1
-    assert "has 5 characters and can be guessed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "not reloaded, and as it was: " in said
+    assert "has 5 characters and can be guessed" in said
+    assert "\nreloaded: layer 1 fp4 " in said  # each part by itself
     guarded.process.send_signal(signal.SIGHUP)
     until(lambda: "not reloaded, and as it was: " in guarded.log.read_text())
     with client_of(guarded.targets[0], token=ALICE) as client:
@@ -750,6 +772,9 @@ def test_the_administrator_sees_what_is_served(
     assert [table["layer"] for table in status["tables"]] == [1, 14]
     for method, what in (("GET", "/reload"), ("POST", "/status"), ("GET", "/metrics")):
         assert ask(path, method, what)[0] == 404
+    lookups = next(target.removeprefix("unix:") for target in guarded.targets if target.startswith("unix:"))
+    assert main(["reload", lookups]) == 1
+    assert "(what listens there speaks no HTTP)" in capsys.readouterr().err
     assert guarded.stop() == 0
     assert not path.exists()
     assert main(["reload", str(path)]) == 1

@@ -87,8 +87,9 @@ _BY_STATUS: dict[grpc.StatusCode, type[EngramError]] = {
 }
 _WRITE_FAILED = "Internal error from Core"
 """What grpc.aio says, in place of the status, when a stream ends while it writes: github.com/grpc/grpc/issues/36066"""
-_NOT_CONNECTED, _HUNG_UP = "failed to connect", "Socket closed"
-"""What gRPC says, and no more, of a server that ends the handshake."""
+_NOT_CONNECTED = "failed to connect"
+_HUNG_UP = ("Socket closed", "FD Shutdown", "before receiving SETTINGS frame", "Handshake read failed")
+"""How what gRPC says of a server that ends the handshake ends, by who noticed first; it has no more to say."""
 _PUSHBACK = "grpc-retry-pushback-ms"
 _BY_NUMBER: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -117,7 +118,7 @@ def from_rpc(error: grpc.RpcError, target: str) -> EngramError:
         )
     text = error.details() or ""
     if text.startswith(_NOT_CONNECTED) and text.endswith(_HUNG_UP):
-        text += " (it hung up at once: does it want TLS, or a certificate of this client that it knows?)"
+        text += " (no handshake: does it want TLS, or a certificate of this client that it knows?)"
     return from_status(error.code(), text, target, _pushback_ms(error))
 
 

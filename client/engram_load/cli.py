@@ -18,9 +18,9 @@ from engram_server.run import run_command
 _DESCRIPTION = """\
 Find out what a drive, a layout or a cache size does to the time until an engine has its rows.
 
-Start a server, and send it the prompts of some real text, twenty a second for half a minute:
+Start a server, and send it the prompts of some real text, two a second for half a minute:
   engram-server serve /data/small --uds /tmp/engram.sock
-  engram-load prefill unix:/tmp/engram.sock docs/ --rate 20 --duration 30 --html report.html
+  engram-load prefill unix:/tmp/engram.sock docs/ --length 512 --rate 2 --duration 30 --html report.html
 
 What else can be asked:
   decode    steps of a batch, a new token of each sequence (and drafts, if you like)
@@ -137,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     from engram_server import __version__
 
     parser = argparse.ArgumentParser(
-        prog="engram-load", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="engram-load",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"engram-load {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -148,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.\n\n{details}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         sub.set_defaults(run=run)
         return sub

@@ -164,7 +164,7 @@ SEAMS = [
         "vllm.model_executor.model_loader.weight_utils",
         "filter_duplicate_safetensors_files",
         uses=("missing_files = weight_files_in_index - hf_weights_files_set", "raise FileNotFoundError("),
-        why="README says that an index must not name shards that are missing",
+        why="docs/engines.md says that an index must not name shards that are missing",
     ),
     Seam(
         "vllm.config.vllm",
