@@ -397,7 +397,7 @@ def _add_config(command: Callable[..., Any]) -> None:
 
 
 _RELOAD = """\
-Asks a server to open its tables anew, with an empty cache or its hot set, and to read certificates and tokens again;
+Asks a server to open tables whose files have changed, and to read certificates and tokens again;
 prints what it took. No request fails meanwhile. Certificates and tokens are one part, tables another: a part that
 something is wrong with stays as it was, a sentence says why, and the exit status is 1.
 

@@ -107,14 +107,20 @@ class Tables:
         self._retiring: asyncio.Task[None] | None = None
 
     async def reopen(
-        self, turn_over: Callable[[Generation], None], settled: Callable[[], Awaitable[None]]
+        self,
+        turn_over: Callable[[Generation], None],
+        settled: Callable[[], Awaitable[None]],
+        trusted: Callable[[], bool],
     ) -> str:
         """Open the files of the tables anew and answer from them; what is served then, in words.
 
-        turn_over starts a generation and lets requests begin on it, at once; settled waits until no request outside
-        of the generation's own fetcher needs the one before. On an error all is as before: raises what Generation.open
-        raises, ReopenError.
+        Files that are the same go on as they are, with their cache, if what is served is trusted. turn_over starts a
+        generation and lets requests begin on it, at once; settled waits until no request outside of the generation's
+        own fetcher needs the one before. On an error all is as before: raises what Generation.open raises,
+        ReopenError.
         """
+        if trusted() and await asyncio.to_thread(self.current.memory.is_current):
+            return "the tables, whose files are the same, go on with their cache"
         await self._only_one()
         opened = await asyncio.to_thread(self._open_next)
         before = self.current

@@ -106,6 +106,8 @@ class Memory:
     """Whether every copy of the tables is a packed store."""
     names: dict[Path, tuple[int, int]]
     """Device and inode that each path had when it was opened."""
+    beside: dict[Path, tuple[int, ...]]
+    """What told the files beside the tables apart from others, before they were read; see _stamp."""
 
     @property
     def spec(self) -> EngramSpec:
@@ -142,6 +144,7 @@ class Memory:
                 f"a budget of {options.budget_bytes} bytes holds no request; give --budget-bytes at least "
                 f"{BUDGET_BYTES_MIN >> 20} MiB"
             )
+        beside = {file: _stamp(file) for file in _files_beside(path, options)}
         checkpoint = open_tables(path)
         copies = [checkpoint, *(_open_replica(replica, checkpoint) for replica in options.replicas)]
         names = {file: _name_of(file) for copy in copies for file in copy.files}
@@ -187,6 +190,7 @@ class Memory:
             hash=ngram_hash(checkpoint.spec, token_map) if token_map else None,
             all_packed=all(isinstance(copy, Store) for copy in copies),
             names=names,
+            beside=beside,
         )
 
     def ensure_unwritten(self) -> None:
@@ -213,6 +217,14 @@ class Memory:
             if now != name:
                 return f"{path} is another file now"
         return ""
+
+    def is_current(self) -> bool:
+        """Whether opening the same paths again would find the same files, as nobody has written to them."""
+        return (
+            not self.replaced()
+            and not self.reader.change()
+            and all(_stamp(file) == stamp for file, stamp in self.beside.items())
+        )
 
     @property
     def loads(self) -> Literal["tables", "scales", ""]:
@@ -320,6 +332,23 @@ def _open_replica(path: Path, original: OpenedTables) -> OpenedTables:
     if replica.spec != original.spec or _shapes(replica) != _shapes(original):
         raise TableError(f"{path} is no copy of {_name(original)}: its tables have another shape")
     return replica
+
+
+def _files_beside(path: Path, options: MemoryOptions) -> list[Path]:
+    """What opening reads but the tables, whether it is there or not."""
+    roots = [copy if copy.is_dir() else copy.parent for copy in (path, *options.replicas)]
+    names = ("config.json", "model.safetensors.index.json", "tokenizer.json")
+    explicit = [] if options.tokenizer is None else [options.tokenizer]
+    return [root / name for root in roots for name in names] + explicit
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one for another file, or one that was written to; () for none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return ()
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def _name_of(path: Path) -> tuple[int, int]:

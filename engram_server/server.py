@@ -154,7 +154,12 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             if channel is not None:
                 await channel.settled()
 
-        reloader = Reloader([security.reload, lambda: tables.reopen(turn_over, settled)], metrics.reloads)
+        def trusted() -> bool:
+            return not condition.not_ready()
+
+        reloader = Reloader(
+            [security.reload, lambda: tables.reopen(turn_over, settled, trusted)], metrics.reloads
+        )
         stack.push_async_callback(reloader.close)
         stack.callback(_ignore_hang_ups)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)

@@ -66,6 +66,12 @@ def reload(server: ServerProcess, result: str = "done") -> None:
     until(lambda: reloads(server, result) == before + 1)
 
 
+def reopen(server: ServerProcess, tables: Path) -> None:
+    """The same with another modification time of a file that opening reads: for the same tables."""
+    os.utime(tables / "config.json")
+    reload(server)
+
+
 def open_files(server: ServerProcess) -> list[str]:
     """Tables that the process has open."""
     folder = Path(f"/proc/{server.process.pid}/fd")
@@ -202,28 +208,61 @@ def test_tables_are_replaced_under_load_and_no_request_fails(
     assert server.log.read_text().count("is another file now") >= 4
 
 
-def test_nothing_is_left_of_tables_that_were_opened_before(server: ServerProcess, truth: Truth) -> None:
+def test_tables_that_are_the_same_keep_their_cache(
+    server: ServerProcess, tables: Path, tmp_path: Path, truth: Truth
+) -> None:
+    """So that certificates can be renewed every night."""
+    with EngramClient(server.targets[0], shared_memory="off") as client:
+        cold = client.lookup(PROMPT)
+        opened = Scrape(server).sum("engram_opened_timestamp_seconds")
+        reload(server)
+        warm = client.lookup(PROMPT)
+        assert Scrape(server).sum("engram_opened_timestamp_seconds") == opened
+        assert (cold.stats.reads > 0, warm.stats.reads) == (True, 0)
+        assert "go on with their cache" in server.log.read_text()
+        # Each file that opening reads counts, also one that was not there.
+        for name in ("config.json", "tokenizer.json"):
+            (tables / "new").write_bytes((tables / "config.json").read_bytes())
+            if name == "config.json":
+                (tables / "new").replace(tables / name)
+                reload(server)
+            else:
+                (tables / "new").replace(tables / name)
+                reload(server, "refused")  # it is no tokenizer
+                (tables / name).unlink()
+            assert same(client.lookup(PROMPT).values, truth.values(truth.ids(PROMPT), "bf16"))
+        assert Scrape(server).sum("engram_opened_timestamp_seconds") > opened
+
+
+def test_nothing_is_left_of_tables_that_were_opened_before(
+    server: ServerProcess, tables: Path, truth: Truth
+) -> None:
     def left() -> tuple[int, list[str]]:
         return len(open_files(server)), [name for name in threads(server) if name.startswith("engram")]
 
     expected = truth.values(truth.ids(PROMPT), "packed")
+    files = len(open_files(server))
     with EngramClient(server.targets[1], shared_memory="require") as client:
         for _ in range(2):  # threads that come with the first reload stay
             assert same(client.lookup(PROMPT, format="packed").values, expected)
-            reload(server)
+            reopen(server, tables)
+        until(lambda: len(open_files(server)) == files)  # what was opened before is closed after the reload
         before, count = left(), len(threads(server))
         assert "engram-shm" in before[1]
         for _ in range(8):
             assert same(client.lookup(PROMPT, format="packed").values, expected)
-            reload(server)
+            reopen(server, tables)
         until(lambda: left() == before)
         # Python's pool for what would block the loop may have grown a little, but nothing comes with each reload.
         until(lambda: len(threads(server)) < count + 8)
 
 
-def test_signals_that_come_in_heaps_are_one_reload_or_two(server: ServerProcess, truth: Truth) -> None:
+def test_signals_that_come_in_heaps_are_one_reload_or_two(
+    server: ServerProcess, tables: Path, truth: Truth
+) -> None:
     with Load(server, truth) as load:
         for _ in range(50):
+            os.utime(tables / "config.json")
             hang_up(server)
         until(lambda: reloads(server, "done") >= 1)
         load.more(10)
@@ -321,6 +360,7 @@ def test_a_reply_that_nobody_takes_keeps_its_tables_and_there_is_no_third(
             replace_by_copies(tables, fp4_checkpoint)
             reload(server)
             assert any("(deleted)" in name for name in open_files(server))
+            os.utime(tables / "config.json")
             reload(server, "refused")  # after waiting for as long as a drain may take
             assert "there is no memory for a third" in server.log.read_text()
             # The reply goes on as it began, and then its tables go.
@@ -341,7 +381,7 @@ def test_the_hot_set_and_the_trace_go_on(tables: Path, tmp_path: Path, truth: Tr
         with EngramClient(server.targets[0]) as client:
             cold = client.lookup(PROMPT)
             until(lambda: "there is no hot set" in server.log.read_text())
-            reload(server)
+            reopen(server, tables)
             until(lambda: "row groups are in the cache after" in server.log.read_text())
             warm = client.lookup(PROMPT)
         assert cold.stats.reads > 0
