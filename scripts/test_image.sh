@@ -23,7 +23,7 @@ make_base() {
   mirror="$(apt-get indextargets --format '$(ORIGIN) $(CODENAME) $(REPO_URI)' 2>/dev/null |
     awk -v suite="$suite" '$1 == "Debian" && $2 == suite && !found++ { print $3 }')"
   rm -rf "$tree"
-  debootstrap --variant=minbase "$suite" "$tree" "${mirror:-http://deb.debian.org/debian}" || return
+  debootstrap --variant=minbase "$suite" "$tree" ${mirror:+"$mirror"} || return
   # How this machine's apt reaches its mirror: by proxies, by what clock.
   apt-config dump | grep -E '^Acquire::(https?|Check|Retries)' >"$tree/etc/apt/apt.conf.d/90machine" || true
   rm -rf "$tree"/var/cache/apt/archives/*.deb "$tree"/var/lib/apt/lists/*
