@@ -4,7 +4,7 @@ import asyncio
 import gc
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,20 @@ def test_reads_of_dropped_batches_are_given_up(fp4_checkpoint: Path, backend: An
 METER = LookupMetrics(CollectorRegistry()).of("")
 
 
+def leaves_nothing_in_flight(
+    checkpoint: Path, cancelled: Callable[[Memory], Coroutine[Any, Any, None]]
+) -> None:
+    """Though no garbage is collected."""
+    with Memory.open(checkpoint, MemoryOptions(scales="disk")) as memory:
+        gc.collect()
+        gc.disable()
+        try:
+            asyncio.run(cancelled(memory))
+            until(lambda: memory.engine.in_flight_bytes() == 0)
+        finally:
+            gc.enable()
+
+
 def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpoint: Path) -> None:
     """Its rows are in the budget of all: they cannot wait until a collection happens to run."""
     limits = Limits(block_bytes=400_000, chunk_bytes=100_000)
@@ -127,14 +141,7 @@ def test_a_cancelled_stream_leaves_nothing_for_the_garbage_collector(fp4_checkpo
         await asyncio.wait({stream})
         fetcher.close()
 
-    with Memory.open(fp4_checkpoint, MemoryOptions(scales="disk")) as memory:
-        gc.collect()
-        gc.disable()
-        try:
-            asyncio.run(cancelled(memory))
-            until(lambda: memory.engine.in_flight_bytes() == 0)
-        finally:
-            gc.enable()
+    leaves_nothing_in_flight(fp4_checkpoint, cancelled)
 
 
 def test_nor_does_one_whose_error_nobody_came_to_read(fp4_checkpoint: Path) -> None:
@@ -164,14 +171,7 @@ def test_nor_does_one_whose_error_nobody_came_to_read(fp4_checkpoint: Path) -> N
         await asyncio.wait({stream})
         fetcher.close()
 
-    with Memory.open(fp4_checkpoint, MemoryOptions(scales="disk")) as memory:
-        gc.collect()
-        gc.disable()
-        try:
-            asyncio.run(cancelled(memory))
-            until(lambda: memory.engine.in_flight_bytes() == 0)
-        finally:
-            gc.enable()
+    leaves_nothing_in_flight(fp4_checkpoint, cancelled)
 
 
 def test_a_server_does_not_wait_for_reads_of_clients_that_it_gave_up(
