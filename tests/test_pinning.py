@@ -194,9 +194,11 @@ def status_of_threads(pid: int) -> dict[str, set[str]]:
     """Cpus_allowed_list of every thread, by its name without numbers."""
     seen: dict[str, set[str]] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
-        status = dict(
-            line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line
-        )
+        try:
+            lines = (task / "status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         seen.setdefault(re.sub(r"[-\d]+$", "", status["Name"]), set()).add(status["Cpus_allowed_list"])
     return seen
 
