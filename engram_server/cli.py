@@ -560,8 +560,7 @@ def _add_recording(sub: Any) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="write a trace of all lookups over gRPC to a new file, for engram-load and `warm`; it holds what users "
-        "wrote. Shared memory is off then, unless --shm names a path",
+        help="write a trace of all lookups to a new file, for engram-load and `warm`; it holds what users wrote",
     )
     sub.add_argument(
         "--record-what",

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
     shared_memory: SharedMemoryOptions = field(default_factory=SharedMemoryOptions)
     record: RecordOptions | None = None
-    """A trace of all lookups that come over gRPC."""
+    """A trace of all lookups."""
     drain_s: float = 10.0
     """How long calls under way may take to finish after SIGTERM. A second signal ends them at once."""
     device: str = "cpu"
@@ -87,7 +87,6 @@ def serve(options: ServeOptions) -> int:
     """
     check_name(options.device)
     security = Security(options.security, Refusals())
-    options = replace(options, shared_memory=_shared_memory(options))
     # Until tables are open there is nothing to reload, nor a reason to die of being asked to.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     claims = options.shared_memory.claims()
@@ -126,8 +125,10 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         metrics.registry.register(security.refusals)
         service.register(server)
         addresses = _bind(server, options, security)
+        recorder = None
         if options.record is not None:
-            stack.push_async_callback((await service.record(options.record)).close)
+            recorder = await service.record(options.record)
+            stack.push_async_callback(recorder.close)
         channel = open_channel(
             tables.current.memory,
             options.limits,
@@ -140,6 +141,8 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             stack.callback(channel.close)
             service.advertise(channel.info())
             metrics.server.channel = channel
+            if recorder is not None:
+                recorder.follow(channel)
             security.refusals.strangers = lambda: channel.counts()["strangers"]
 
         def turn_over(generation: Generation) -> None:
@@ -217,18 +220,6 @@ def _on_damage(tables: Tables, memory: Memory, condition: Health) -> Callable[[s
             condition.damaged(sentence)
 
     return damaged
-
-
-def _shared_memory(options: ServeOptions) -> SharedMemoryOptions:
-    """What was asked for, unless a trace would miss what nobody asked for by name: lookups pass no Python there."""
-    chosen = options.shared_memory
-    if options.record is None or chosen.socket is None:
-        return chosen
-    if chosen.socket == "auto":
-        log.info("no shared memory while lookups are recorded: what goes through it is not seen")
-        return replace(chosen, socket=None)
-    log.warning("lookups through shared memory at %s are not recorded", chosen.socket)
-    return chosen
 
 
 def _stop_signals() -> asyncio.Event:

@@ -57,6 +57,7 @@ class EngramService:
         recorder = self.generation.fetcher.recorder
         if recorder is not None and _digests(generation) != _digests(self.generation):
             log.warning("the trace ends here: it is of other tables than those that are served from now on")
+            recorder.leave()
             recorder = None
         generation.fetcher.recorder = recorder
         self.generation = generation

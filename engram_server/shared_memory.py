@@ -105,6 +105,14 @@ class SharedMemoryChannel:
         """(lane, format, counts, sum in ns) of those that were, as _core.ShmServer.latencies."""
         return self._native.latencies()
 
+    def note_requests(self, pending_bytes: int) -> None:
+        """Note requests from now on, as long as no more bytes of keys than these wait to be dropped; 0 = no more."""
+        self._native.note_requests(pending_bytes)
+
+    def take_requests(self) -> tuple[list[_core.ShmRequest], int]:
+        """What was noted since the last call, and how many more had no room; after `close` as well."""
+        return self._native.take_requests()
+
     def look(self) -> str:
         """Log what happened since the last look; returns the first sign of a damaged table file, "" = none."""
         for note in self._native.take_notes():

@@ -22,7 +22,7 @@ from engram_server.terms import Terms, lane_by_size
 
 PROTOCOL_VERSION = 1
 
-_FORMAT_NUMBERS: dict[_core.Format, pb.Format] = {
+FORMAT_NUMBERS: dict[_core.Format, pb.Format] = {
     _core.Format.PACKED: pb.FORMAT_PACKED,
     _core.Format.PACKED_FP8: pb.FORMAT_PACKED_FP8,
     _core.Format.BF16: pb.FORMAT_BF16,
@@ -30,7 +30,7 @@ _FORMAT_NUMBERS: dict[_core.Format, pb.Format] = {
 }
 _FORMATS: dict[int, _core.Format] = {
     pb.FORMAT_UNSPECIFIED: _core.Format.PACKED,
-    **{number: format for format, number in _FORMAT_NUMBERS.items()},
+    **{number: format for format, number in FORMAT_NUMBERS.items()},
 }
 _LANES = {
     pb.LANE_DECODE: _core.Lane.DECODE,
@@ -194,7 +194,7 @@ def shape_message(plan: Plan) -> pb.ReplyShape:
         layers=shape.layers,
         columns=shape.columns,
         row_bytes=shape.row_bytes,
-        format=_FORMAT_NUMBERS[shape.format],
+        format=FORMAT_NUMBERS[shape.format],
         unique_rows=shape.unique_rows,
         payload_bytes=shape.payload_bytes,
     )
@@ -256,7 +256,7 @@ def describe(
         ),
         digests=pb.Digests(token_map=token_map.sha256 if token_map else b"", hash=memory.hash_digest),
         tables=[_table(memory, layer) for layer in memory.tables],
-        formats=list(_FORMAT_NUMBERS.values()),
+        formats=list(FORMAT_NUMBERS.values()),
         limits=pb.Limits(
             message_bytes=limits.message_bytes,
             unary_reply_bytes=limits.unary_reply_bytes,

@@ -35,7 +35,7 @@ TEXT = np.random.default_rng(2).integers(0, 100_000, size=4_000).astype(np.int32
 
 def traffic(client: EngramClient) -> list[tuple[str, Any]]:
     """Some lookups of every kind; what a plain reading of docs/trace.md says a trace has of them."""
-    client.lookup(TEXT[:300])
+    client.lookup(TEXT[:300], format="packed")  # in one piece through shared memory, too
     client.lookup(TEXT[300:600], history=TEXT[297:300], layers=[14], columns=(4, 13), lane="prefill")
     client.lookup_batch([TEXT[:1], TEXT[9:11]], histories=[[], TEXT[6:9]], unique=True)
     client.lookup_rows(1, [5, -1, 7, 5], lane="prefetch")
@@ -60,10 +60,10 @@ def recorded(fp4_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return record(fp4_checkpoint, tmp_path_factory.mktemp("record"), "requests")
 
 
-def record(checkpoint: Path, folder: Path, what: Any) -> Path:
+def record(checkpoint: Path, folder: Path, what: Any, shared_memory: Any = "off") -> Path:
     file = folder / "lookups.trace"
     with serving(checkpoint, folder, record=RecordOptions(file, what)) as server:
-        with EngramClient(server.targets[0]) as client:
+        with EngramClient(server.targets[0], shared_memory=shared_memory) as client:
             expected = traffic(client)
         assert f"recording to {file}" in server.ready_line
         assert server.stop() == 0
@@ -105,7 +105,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 # ------------------------------------------------------------------------------------------------ recording
 
 
-def test_a_trace_has_every_lookup_as_it_came(recorded: Path) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_a_trace_has_every_lookup_as_it_came(
+    fp4_checkpoint: Path, tmp_path: Path, shared_memory: str
+) -> None:
+    recorded = record(fp4_checkpoint, tmp_path, "requests", shared_memory)
     head, entries = plainly(recorded)
     assert [table.layer for table in head.tables] == [1, 14]
     assert [kind for kind, *_ in entries] == [1] * 6
@@ -125,13 +129,33 @@ def test_a_trace_has_every_lookup_as_it_came(recorded: Path) -> None:
     assert requests[1].tokens.sequences[0].history == TEXT[297:300].tobytes()
     assert list(requests[1].layers) == [14]
     assert (requests[1].columns.begin, requests[1].columns.end) == (4, 13)
+    assert not requests[0].layers
+    assert not requests[0].HasField("columns")
     assert requests[2].unique
+    assert [sequence.history for sequence in requests[2].tokens.sequences] == [b"", TEXT[6:9].tobytes()]
+    assert [sequence.tokens for sequence in requests[2].tokens.sequences] == [
+        TEXT[:1].tobytes(),
+        TEXT[9:11].tobytes(),
+    ]
+    assert ids_in(requests[3].rows) == [5, -1, 7, 5]
+    assert [(block.layer, ids_in(block)) for block in requests[4].blocks.layers] == [
+        (14, list(range(48))),
+        (1, list(range(48, 96))),
+    ]
     assert not any(request.HasField("pins") for request in requests)
     assert stat.S_IMODE(recorded.stat().st_mode) == 0o600, "it holds what users wrote"
 
 
-def test_rows_in_place_of_tokens_are_those_of_the_oracles_hash(fp4_checkpoint: Path, tmp_path: Path) -> None:
-    _, entries = plainly(record(fp4_checkpoint, tmp_path, "rows"))
+def ids_in(keys: Any) -> list[int]:
+    """Row ids of a block or a list."""
+    return np.frombuffer(keys.ids, dtype=f"<i{keys.id_bytes}").tolist()
+
+
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_rows_in_place_of_tokens_are_those_of_the_oracles_hash(
+    fp4_checkpoint: Path, tmp_path: Path, shared_memory: str
+) -> None:
+    _, entries = plainly(record(fp4_checkpoint, tmp_path, "rows", shared_memory))
     requests = [pb.LookupRequest.FromString(body) for *_, body in entries]
     assert [request.WhichOneof("keys") for request in requests] == [
         "blocks", "blocks", "blocks", "rows", "blocks", "blocks",
@@ -149,44 +173,64 @@ def test_rows_in_place_of_tokens_are_those_of_the_oracles_hash(fp4_checkpoint: P
     assert TEXT[:4].tobytes() not in whole, "no text can be read out of it"
 
 
-def test_what_does_not_fit_is_counted_and_left_out(fp4_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_what_does_not_fit_is_counted_and_left_out(
+    fp4_checkpoint: Path, tmp_path: Path, shared_memory: Any
+) -> None:
     file = tmp_path / "small.trace"
     options = RecordOptions(file, file_bytes=4_000)
+    asked = 0
     with serving(fp4_checkpoint, tmp_path, record=options) as server:
-        with EngramClient(server.targets[0]) as client:
-            for _ in range(40):
+        with EngramClient(server.targets[0], shared_memory=shared_memory) as client:
+            while file.stat().st_size < 4_000:
+                client.lookup(TEXT[:100])
+                asked += 1
+            for _ in range(10):
                 client.lookup(TEXT[:100])
         assert server.stop() == 0
     _, entries = plainly(file)
     lookups = [entry for entry in entries if entry[0] == 1]
     missing = sum(struct.unpack("<Q", body)[0] for kind, _, _, body in entries if kind == 2)
-    assert 0 < len(lookups) < 40
-    assert len(lookups) + missing == 40
+    assert 0 < len(lookups) <= asked
+    assert len(lookups) + missing == asked + 10
     trace = Trace(file)
     assert len(list(trace.entries())) == len(lookups)
     assert trace.missing == missing
 
 
-def test_keys_that_wait_are_bounded(fp4_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_keys_that_wait_are_bounded(fp4_checkpoint: Path, tmp_path: Path, shared_memory: Any) -> None:
     file = tmp_path / "bounded.trace"
-    options = RecordOptions(file, pending_bytes=3_000)
+
+    def found() -> list[int]:
+        """Tokens of each lookup in the trace so far."""
+        return [len(entry.request.tokens.sequences[0].tokens) // 4 for entry in Trace(file).entries()]
+
+    options = RecordOptions(file, pending_bytes=2_000)
     with serving(fp4_checkpoint, tmp_path, record=options) as server:
-        with EngramClient(server.targets[0]) as client:
-            for _ in range(5):
-                client.lookup(TEXT[:1_000])  # larger than all that may wait
+        with EngramClient(server.targets[0], shared_memory=shared_memory) as client:
+            for count in range(1, 6):
+                client.lookup(TEXT[:600], format="packed")  # larger than all that may wait
                 client.lookup(TEXT[:2])
+                until(lambda count=count: found() == [2] * count)
         assert server.stop() == 0
     trace = Trace(file)
-    found = [len(entry.request.tokens.sequences[0].tokens) // 4 for entry in trace.entries()]
-    assert found == [2] * 5
+    assert len(list(trace.entries())) == 5
     assert trace.missing == 5
 
 
-def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(fp4_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(
+    fp4_checkpoint: Path, tmp_path: Path, shared_memory: Any
+) -> None:
     with serving(fp4_checkpoint, tmp_path, record=RecordOptions(tmp_path / "t.trace")) as server:
-        limit_file_size(server, 3_000)
-        with EngramClient(server.targets[0]) as client, EngramMemory.open(fp4_checkpoint) as memory:
-            for _ in range(10):
+        with (
+            EngramClient(server.targets[0], shared_memory=shared_memory) as client,
+            EngramMemory.open(fp4_checkpoint) as memory,
+        ):
+            client.lookup(TEXT[:1])
+            limit_file_size(server, 3_000)
+            for _ in range(9):
                 found = client.lookup(TEXT[:200], format="packed")
             assert found.values.tobytes() == memory.lookup(TEXT[:200], format="packed").values.tobytes()
         assert server.stop() == 0

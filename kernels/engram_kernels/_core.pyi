@@ -5,7 +5,7 @@ Every call that moves bytes releases the GIL. Arrays are NumPy arrays, C-contigu
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -474,6 +474,35 @@ class ShmServer:
         """The first row found truncated or with a wrong checksum, in words; "" = none."""
     def take_notes(self) -> list[str]:
         """Clients that were not let in or were shown out since the last call, and why."""
+    def note_requests(self, bytes: int) -> None:
+        """Note requests that are taken up from now on, as long as their keys take no more memory than this until they
+        are dropped; 0 = no more of them."""
+    def take_requests(self) -> tuple[list[ShmRequest], int]:
+        """What was noted since the last call, in order, and how many more had no room. Works after `close`."""
+
+class ShmRequest:
+    """A request that was checked, as ShmServer.take_requests gives it."""
+
+    @property
+    def at_ns(self) -> int:
+        """When it was taken off the ring, as time.monotonic_ns tells it."""
+    @property
+    def lane(self) -> Lane: ...
+    @property
+    def kind(self) -> Literal["tokens", "blocks", "rows"]: ...
+    @property
+    def format(self) -> Format: ...
+    @property
+    def columns(self) -> tuple[int, int]: ...
+    @property
+    def names_layers(self) -> bool:
+        """False: tokens, of all layers that are served."""
+    @property
+    def sequences(self) -> list[tuple[bytes, bytes]]:
+        """(tokens, look-back) of each, int32 little-endian; none but of tokens."""
+    @property
+    def ids(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """(layer, row ids [T, columns of a layer, or 1 of a list of rows]); views, which keep this alive."""
 
 class ShmTicket:
     """A request, and the memory of its answer. Safe to share between threads; dropped, it is released once no array of

@@ -148,6 +148,51 @@ nb::list latencies_of(const shm::Server& server) {
   return all;
 }
 
+// Requests since the last call, in the order they were taken up, and how many are missing.
+nb::tuple take_requests(shm::Server& server) {
+  shm::Tap::Taken taken = server.tap().take();
+  nb::list noted;
+  for (shm::Tap::Noted& one : taken.noted) noted.append(nb::cast(std::move(one)));
+  return nb::make_tuple(noted, taken.missing);
+}
+
+// As engram_server/lookup.py has it.
+const char* name_of(shm::Kind kind) {
+  if (kind == shm::Kind::tokens) return "tokens";
+  return kind == shm::Kind::blocks ? "blocks" : "rows";
+}
+
+// (tokens, look-back) of each sequence, int32 little-endian. The keys were checked.
+nb::list sequences_of(const shm::Tap::Noted& noted) {
+  nb::list all;
+  if (noted.entry.kind != shm::Kind::tokens) return all;
+  const auto* tokens = reinterpret_cast<const std::int32_t*>(noted.request->body.data());
+  const std::int32_t* history = tokens + noted.entry.positions;
+  const auto* lengths = reinterpret_cast<const std::uint32_t*>(history + noted.entry.history);
+  const std::uint32_t* look_backs = lengths + noted.entry.sequences;
+  for (std::uint32_t i = 0; i < noted.entry.sequences; ++i) {
+    all.append(nb::make_tuple(nb::bytes(tokens, lengths[i] * sizeof *tokens),
+                              nb::bytes(history, look_backs[i] * sizeof *history)));
+    tokens += lengths[i];
+    history += look_backs[i];
+  }
+  return all;
+}
+
+using Ids = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<2>>;
+
+// (layer, row ids [positions, columns or 1]) of each layer; views of what was noted.
+nb::list ids_of(nb::handle_t<shm::Tap::Noted> self) {
+  const shm::Request& request = *nb::cast<const shm::Tap::Noted&>(self).request;
+  nb::list all;
+  for (const LayerKeys& keys : request.keys) {
+    const Ids ids(keys.ids, {request.positions, request.width}, self,
+                  {keys.position_stride, keys.column_stride});
+    all.append(nb::make_tuple(keys.layer, ids));
+  }
+  return all;
+}
+
 // A contiguous object's bytes, for as long as this lives.
 class Buffer {
  public:
@@ -246,7 +291,27 @@ void bind_server(nb::module_& m) {
       .def("failures", &failures_of)
       .def("latencies", &latencies_of)
       .def_prop_ro("damage", &shm::Server::damage)
-      .def("take_notes", &shm::Server::take_notes);
+      .def("take_notes", &shm::Server::take_notes)
+      .def(
+          "note_requests",
+          [](shm::Server& server, std::uint64_t bytes) { server.tap().allow(bytes); },
+          nb::arg("bytes"))
+      .def("take_requests", &take_requests);
+
+  using Noted = shm::Tap::Noted;
+  nb::class_<Noted>(m, "ShmRequest")
+      .def_ro("at_ns", &Noted::at_ns)
+      .def_ro("lane", &Noted::lane)
+      .def_prop_ro("kind", [](const Noted& noted) { return name_of(noted.entry.kind); })
+      .def_prop_ro("format", [](const Noted& noted) { return noted.request->format; })
+      .def_prop_ro("columns",
+                   [](const Noted& noted) {
+                     const Columns& columns = noted.request->columns;
+                     return nb::make_tuple(columns.begin, columns.end);
+                   })
+      .def_prop_ro("names_layers", [](const Noted& noted) { return noted.entry.layers != 0; })
+      .def_prop_ro("sequences", &sequences_of)
+      .def_prop_ro("ids", &ids_of);
 }
 
 void bind_client(nb::module_& m) {

@@ -225,10 +225,10 @@ void hash_tokens(const Served& served, const Entry& entry, Body& body,
 
 // Here, so that no request fails on an id halfway through.
 void check_ids(const ServedTable& table, const std::int64_t* ids, const Request& request,
-               std::size_t width, bool flat) {
+               bool flat) {
   for (std::size_t position = 0; position < request.positions; ++position) {
     for (std::size_t c = request.columns.begin; c < request.columns.end; ++c) {
-      const std::int64_t id = ids[position * width + c];
+      const std::int64_t id = ids[position * request.width + c];
       if (static_cast<std::uint64_t>(id) + 1 <= table.rows) continue;
       invalid("layer " + std::to_string(table.layer) + ", position " + number(position) +
               (flat ? "" : ", column " + number(c)) + ": row id " + std::to_string(id) +
@@ -237,10 +237,9 @@ void check_ids(const ServedTable& table, const std::int64_t* ids, const Request&
   }
 }
 
-void take_ids(const Served& served, const Entry& entry, Body& body,
-              std::span<const ServedTable* const> tables, Request& request) {
-  const std::size_t width = id_width(served, entry);
-  const std::size_t count = request.positions * width;
+void take_ids(const Entry& entry, Body& body, std::span<const ServedTable* const> tables,
+              Request& request) {
+  const std::size_t count = request.positions * request.width;
   const std::int64_t* ids = nullptr;
   if (entry.id_bytes == 4) {
     const auto narrow = body.take<const std::int32_t>(count * tables.size());
@@ -250,10 +249,10 @@ void take_ids(const Served& served, const Entry& entry, Body& body,
     ids = body.take<const std::int64_t>(count * tables.size()).data();
   }
   for (const ServedTable* const table : tables) {
-    check_ids(*table, ids, request, width, entry.kind == Kind::rows);
+    check_ids(*table, ids, request, entry.kind == Kind::rows);
     request.keys.push_back({.layer = table->layer,
                             .ids = ids,
-                            .position_stride = static_cast<std::int64_t>(width),
+                            .position_stride = static_cast<std::int64_t>(request.width),
                             .column_stride = 1});
     ids += count;
   }
@@ -291,6 +290,7 @@ Request read_request(const Served& served, const Entry& entry, std::span<const s
   check_range("rows", entry.out_offset, entry.out_bytes, data.size());
   Request request;
   request.positions = entry.positions;
+  request.width = id_width(served, entry);
   request.format = static_cast<Format>(entry.format);
   request.columns = columns_of(served, entry);
   // The one look at what the client may be changing meanwhile.
@@ -306,7 +306,7 @@ Request read_request(const Served& served, const Entry& entry, std::span<const s
   if (entry.kind == Kind::tokens) {
     hash_tokens(served, entry, ids, tables, request);
   } else {
-    take_ids(served, entry, ids, tables, request);
+    take_ids(entry, ids, tables, request);
   }
   return request;
 }

@@ -63,6 +63,7 @@ class Refusal : public std::runtime_error {
 struct Request {
   std::vector<LayerKeys> keys;  // of all positions
   std::size_t positions = 0;
+  std::size_t width = 0;  // ids of a position in `keys`
   Columns columns{};
   Format format = Format::packed;
   std::size_t row_bytes = 0;
@@ -72,6 +73,10 @@ struct Request {
 
   std::size_t position_bytes() const { return keys.size() * columns.count() * row_bytes; }
   std::size_t payload_bytes() const { return positions * position_bytes(); }
+  // Of memory, for its keys.
+  std::size_t held_bytes() const {
+    return body.size() + ids.size() * sizeof(ids[0]) + (mask ? positions : 0);
+  }
 };
 
 // Rows an entry asks for by its counts, as Limits::request_rows counts them; the keys may turn out

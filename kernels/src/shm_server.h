@@ -50,6 +50,8 @@ class Server {
   };
   Counts counts() const;
   const LookupMetrics& lookups() const { return totals_.lookups; }
+  // Requests as they are taken up; works on after close().
+  Tap& tap() { return totals_.tap; }
   // The first row that could not be what the table holds; empty: none.
   std::string damage() const { return serving_.damage(); }
   // What an operator should know, since the last call: clients that were shown out, and why.

@@ -17,6 +17,7 @@
 
 #include "metrics.h"
 #include "shm_serving.h"
+#include "shm_tap.h"
 
 namespace engram::shm {
 
@@ -28,6 +29,7 @@ struct Totals {
   // Of these, not answered with rows, by Status; the first stays 0.
   std::array<std::atomic<std::uint64_t>, kStatuses> failures{};
   LookupMetrics lookups;
+  Tap tap;
 };
 
 // What the works of one client share. Of its thread alone, but for `ring`.
@@ -107,7 +109,7 @@ class Work {
   Lane lane_;
   std::optional<Clock::time_point> deadline_;
   std::shared_ptr<Admission> admission_;
-  std::optional<Request> request_;
+  std::shared_ptr<const Request> request_;
   std::size_t block_positions_ = 0;
   std::size_t submitted_ = 0;  // positions
   std::size_t gathered_ = 0;

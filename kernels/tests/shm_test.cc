@@ -218,6 +218,70 @@ TEST_CASE("every request is counted once, by how it ended, before its client hea
   CHECK(all == number * (number + 1) / 2);
 }
 
+TEST_CASE("requests are noted as they were asked, within their bounds, and outlive the server") {
+  ShmWorld world(false);
+  shm::Tap& tap = world.server->tap();
+  const auto clients = std::array{world.attach(), world.attach()};
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = {1}}) == "");
+  CHECK(tap.take().noted.empty());  // nobody has asked for them
+  tap.allow(1 << 20);
+  const std::int64_t before = now_ns();
+  std::vector<shm::Tap::Noted> noted;
+  std::atomic<bool> over{false};
+  std::atomic<int> wrong{0};
+  std::uint64_t missing = 0;
+  std::thread taker([&] {
+    for (bool last = false; !last;) {
+      last = over.load();
+      shm::Tap::Taken taken = tap.take();
+      missing += taken.missing;
+      for (shm::Tap::Noted& one : taken.noted) {
+        one.room.reset();
+        noted.push_back(std::move(one));
+      }
+    }
+  });
+  // Each thread asks for rows of its own: 1, 2, 3... of them.
+  in_parallel(2, [&](unsigned thread) {
+    for (std::size_t count = 1; count <= 100; ++count) {
+      const RowsAsked asked{.layer = 1 + thread, .ids = std::vector<std::int64_t>(count, 7)};
+      wrong += complaint(*clients[thread], asked) != "";
+    }
+  });
+  over.store(true);
+  taker.join();
+  CHECK(wrong.load() == 0);
+  CHECK(missing == 0);
+  std::array<std::size_t, 2> seen{};
+  REQUIRE(noted.size() == 200);
+  for (const shm::Tap::Noted& one : noted) {
+    const LayerKeys& keys = one.request->keys.front();
+    std::size_t& count = seen.at(static_cast<std::size_t>(keys.layer - 1));
+    CHECK(one.request->positions == ++count);  // in order
+    CHECK(keys.id(count - 1, 0) == 7);
+    CHECK(one.lane == Lane::decode);
+    CHECK(one.at_ns >= before);
+  }
+
+  // One that is alone larger than what may wait, and one that would be but for those that wait.
+  tap.allow(2'000);
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = std::vector<std::int64_t>(300, 1)}) == "");
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = std::vector<std::int64_t>(100, 2)}) == "");
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = std::vector<std::int64_t>(100, 3)}) == "");
+  shm::Tap::Taken first = tap.take();
+  CHECK(first.missing == 2);
+  REQUIRE(first.noted.size() == 1);
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = std::vector<std::int64_t>(100, 4)}) == "");
+  CHECK(tap.take().missing == 1);  // what was taken is not dropped yet
+  first.noted.clear();
+  CHECK(complaint(*clients[0], {.layer = 1, .ids = std::vector<std::int64_t>(100, 5)}) == "");
+  const shm::Tap::Taken second = tap.take();
+  REQUIRE(second.noted.size() == 1);
+  CHECK(second.missing == 0);
+  world.server.reset();
+  CHECK(second.noted.front().request->keys.front().id(99, 0) == 5);
+}
+
 TEST_CASE("a full server refuses, and a client that leaves makes room") {
   shm::Limits limits;
   limits.clients = 2;
