@@ -810,7 +810,8 @@ def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="an equal copy on another drive, to share the reads; may be given several times",
+        help="an equal copy on another drive, to share the reads, and for rows that cannot be read here; may be given "
+        "several times",
     )
 
 

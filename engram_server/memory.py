@@ -59,7 +59,7 @@ class MemoryOptions:
     """Load every table whole into memory, in the background, and read no disk afterwards; then there is no cache."""
     replicas: tuple[Path, ...] = ()
     """Equal copies of the tables on other drives, in place or packed; reads go to the least loaded of those that have
-    not failed."""
+    not failed, and what one cannot give is read from the next."""
     hot_set: Path | None = None
     """Row groups to bring into the cache after a start, saved again while serving; see hotset.py."""
 
@@ -217,6 +217,10 @@ class Memory:
             if now != name:
                 return f"{path} is another file now"
         return ""
+
+    def failed_copies(self) -> list[str]:
+        """Files that reads have failed on, whose rows another copy has: it is read now."""
+        return [self.reader.files[number].path for number in self.engine.failed_files]
 
     def is_current(self) -> bool:
         """Whether opening the same paths again would find the same files, as nobody has written to them."""

@@ -76,6 +76,12 @@ async def watch_tables(
         if memory is tables.current.memory:
             if trouble:
                 condition.damaged(trouble)
+            for path in memory.failed_copies():
+                _tell(
+                    told,
+                    logging.WARNING,
+                    f"{path} has rows that could not be read: its copies are read instead",
+                )
             metrics.replaced = bool(replaced)
             if replaced:
                 _tell(

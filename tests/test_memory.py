@@ -13,6 +13,7 @@ from support.serving import until
 from support.truth import IMAGE, Truth, same
 
 from engram_client import DataLossError, EngramMemory
+from engram_kernels import _core
 from engram_server.convert import convert
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.tables.errors import TableError
@@ -179,15 +180,30 @@ def test_a_store_whose_digest_is_not_that_of_its_rows_is_refused(store: Path, tm
         Memory.open(tmp_path / "a.engram")
 
 
-def test_a_copy_that_fails_is_left_for_one_that_does_not(truth: Truth, store: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.engram"
-    shutil.copy(store, broken)
-    with EngramMemory.open(broken, replicas=(store,), cache_bytes=0) as memory:
-        os.truncate(broken, 8192)
-        with pytest.raises(DataLossError, match="it was truncated"):
-            memory.lookup(TOKENS)
-        found = memory.lookup(TOKENS, format="packed")
-        assert same(found.values, truth.values(truth.ids(TOKENS), "packed"))
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_what_a_copy_cannot_give_is_read_from_the_next(
+    truth: Truth, store: Path, tmp_path: Path, cache_bytes: int
+) -> None:
+    paths = [tmp_path / name for name in ("a.engram", "b.engram", "c.engram")]
+    for path in paths:
+        shutil.copy(store, path)
+    with Memory.open(paths[0], MemoryOptions(replicas=tuple(paths[1:]), cache_bytes=cache_bytes)) as memory:
+        ids = np.arange(memory.tables[1].rows)[-3_000:]
+        assert memory.failed_copies() == []
+        for broken, path in enumerate(paths, start=1):
+            os.truncate(path, 8192)
+            for seed in range(3):
+                wanted = np.random.default_rng(seed).permutation(ids)
+                batch = memory.engine.submit([(1, wanted.reshape(-1, 1))])
+                batch.wait()
+                if broken == len(paths):
+                    with pytest.raises(_core.RowError, match="it was truncated"):
+                        batch.gather(0, len(ids), _core.Format.PACKED)
+                    continue
+                found = batch.gather(0, len(ids), _core.Format.PACKED)
+                assert found == truth.rows(1, wanted, "packed").tobytes()
+                assert set(memory.failed_copies()) <= {str(path) for path in paths[:broken]}
+        assert set(memory.failed_copies()) == {str(path) for path in paths}
 
 
 def test_what_is_no_copy_is_refused(truth: Truth, tmp_path: Path) -> None:

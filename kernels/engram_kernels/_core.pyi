@@ -396,6 +396,9 @@ class Engine:
     @property
     def checksum_errors(self) -> int:
         """Records read that are not the row they should be."""
+    @property
+    def failed_files(self) -> list[int]:
+        """The reader's numbers of files that a read has failed on, of copies that are not their table's only one."""
     def close(self) -> None:
         """Wait for reads in flight and stop the threads."""
 

@@ -40,9 +40,10 @@ std::string failure_text(const RowFailure& failure) {
          " could not be read: " + error_text(failure.error);
 }
 
-EngineShared::EngineShared(std::vector<Table> given, std::uint64_t budget_bytes,
+EngineShared::EngineShared(Reader& reader, std::vector<Table> given, std::uint64_t budget_bytes,
                            std::uint64_t cache_bytes)
-    : tables(std::move(given)),
+    : reader(reader),
+      tables(std::move(given)),
       budget_bytes(budget_bytes),
       event_fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (event_fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -82,8 +83,13 @@ std::size_t Batch::next(std::span<Read> out, Room& room) {
       }
       begun_ = true;
     }
-    if (!emit(miss, out[count], room)) return count;
+    if (!emit(miss, miss.reads, emitted_, out[count], room)) return count;
     ++count;
+    if (++emitted_ == count_rows(miss.reads) + count_rows(miss.apart)) {
+      emitted_ = 0;
+      begun_ = false;
+      ++at_;
+    }
   }
   return count;
 }
@@ -109,6 +115,12 @@ std::uint8_t Batch::best_copy(const Miss& miss, const Room& room) const {
 // False when another miss makes its reads.
 bool Batch::begin(Miss& miss, std::uint8_t copy) {
   if (!miss.start()) return false;
+  set_out(miss, miss.reads, copy);
+  return true;
+}
+
+// Makes a miss ready for reads of some of its rows from a copy; their number.
+unsigned Batch::set_out(Miss& miss, RowMask rows, std::uint8_t copy) const {
   const TableState& state = shared_->tables[groups_[miss.group].key.table];
   miss.copy = copy;
   miss.apart = 0;
@@ -118,21 +130,21 @@ bool Batch::begin(Miss& miss, std::uint8_t copy) {
       const bool on_disk = groups_[miss.group].key.ids[row] >= loaded;
       miss.apart |= static_cast<RowMask>(on_disk << row);
     }
-    miss.apart &= miss.reads;
+    miss.apart &= rows;
   }
-  miss.reads_left.store(static_cast<std::uint8_t>(count_rows(miss.reads) + count_rows(miss.apart)),
-                        std::memory_order_relaxed);
-  return true;
+  const unsigned reads = count_rows(rows) + count_rows(miss.apart);
+  miss.reads_left.store(static_cast<std::uint8_t>(reads), std::memory_order_relaxed);
+  return reads;
 }
 
-// Writes the next read of a miss that has begun, if there is room for it; after the last, moves on.
-bool Batch::emit(Miss& miss, Read& read, Room& room) {
+// Writes the number-th read of some rows of a miss that is ready for them, if there is room for it.
+bool Batch::emit(const Miss& miss, RowMask rows, unsigned number, Read& read, Room& room) {
   const bool paged = table_of(miss).copies[miss.copy].pages.has_value();
-  const unsigned rows = count_rows(miss.reads);
   // Codes or records first, then the scales that are read apart.
-  const bool scales = emitted_ >= rows;
-  RowMask left = scales ? miss.apart : miss.reads;
-  for (unsigned skip = scales ? emitted_ - rows : emitted_; skip > 0; --skip) left &= left - 1;
+  const unsigned first = count_rows(rows);
+  const bool scales = number >= first;
+  RowMask left = scales ? miss.apart : rows;
+  for (unsigned skip = scales ? number - first : number; skip > 0; --skip) left &= left - 1;
   const auto row = static_cast<unsigned>(std::countr_zero(left));
   read = read_of(miss, row, scales ? kScales : paged ? kRecord : kCodes);
   if (!room.take(read.file)) return false;
@@ -142,11 +154,6 @@ bool Batch::emit(Miss& miss, Read& read, Room& room) {
   const std::size_t row_bytes = packed_bytes(table_of(miss).kind);
   prefetch_bytes(miss.data + row * row_bytes, row_bytes);
   if (miss.entry != Miss::kNoEntry) shared_->cache->prefetch(miss.entry);
-  if (++emitted_ == rows + count_rows(miss.apart)) {
-    emitted_ = 0;
-    begun_ = false;
-    ++at_;
-  }
   return true;
 }
 
@@ -182,7 +189,63 @@ void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) 
     state.failed[miss.copy].store(true, std::memory_order_relaxed);
     miss.fail(static_cast<RowMask>(1u << row), error);
   }
-  if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) == 1) miss_ended(miss);
+  if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (!read_again(miss)) miss_ended(miss);
+}
+
+// Rows of a miss that could not be read, from another copy. Ends itself.
+class Batch::Again final : public ReadSource {
+ public:
+  Again(Batch& batch, Miss& miss, RowMask rows, unsigned reads)
+      : batch_(batch), miss_(miss), rows_(rows), reads_(reads), parts_(reads + 1) {}
+
+  std::size_t next(std::span<Read> out, Room& room) override {
+    std::size_t count = 0;
+    while (count < out.size() && !exhausted() &&
+           batch_.emit(miss_, rows_, emitted_, out[count], room)) {
+      ++count;
+      ++emitted_;
+    }
+    return count;
+  }
+  bool exhausted() const override { return emitted_ == reads_; }
+  void left_queue() override { part_done(); }
+  void ended(const Read& read, std::int32_t error, const std::byte* bytes) override {
+    batch_.ended(read, error, bytes);  // after the last of them there may be no batch any more
+    part_done();
+  }
+
+ private:
+  void part_done() {
+    if (parts_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
+  Batch& batch_;
+  Miss& miss_;
+  const RowMask rows_;
+  const unsigned reads_;
+  unsigned emitted_ = 0;
+  std::atomic<unsigned> parts_;  // reads, and the queue
+};
+
+// Whether the rows of a miss that could not be read are on their way from the next copy.
+bool Batch::read_again(Miss& miss) {
+  const RowMask failed = miss.failed.load(std::memory_order_acquire) & miss.reads;
+  const std::size_t copies = table_of(miss).copies.size();
+  if (failed == 0 || miss.tries + 1u >= copies) return false;
+  ++miss.tries;
+  miss.failed.fetch_and(static_cast<RowMask>(~failed), std::memory_order_relaxed);
+  try {
+    const auto copy = static_cast<std::uint8_t>((miss.copy + 1u) % copies);
+    const unsigned reads = set_out(miss, failed, copy);
+    auto again = std::make_unique<Again>(*this, miss, failed, reads);
+    shared_->reader.submit(*again, lane_);
+    again.release();  // by now it may be gone
+    return true;
+  } catch (const std::exception&) {  // no memory for it, or the reader is closed
+    miss.failed.fetch_or(failed, std::memory_order_relaxed);
+    return false;
+  }
 }
 
 // Puts what a read brought where the row belongs. 0, or why it is not the row.

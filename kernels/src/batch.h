@@ -22,6 +22,7 @@
 #include "layer_keys.h"
 #include "metrics.h"
 #include "read_queue.h"
+#include "reader.h"
 #include "row_cache.h"
 #include "tables.h"
 
@@ -76,9 +77,11 @@ struct LaneTotals {
 
 // What batches and their engine share; outlives both.
 struct EngineShared {
-  EngineShared(std::vector<Table> tables, std::uint64_t budget_bytes, std::uint64_t cache_bytes);
+  EngineShared(Reader& reader, std::vector<Table> tables, std::uint64_t budget_bytes,
+               std::uint64_t cache_bytes);
   ~EngineShared();
 
+  Reader& reader;  // there while a batch is being read
   Tables tables;
   const std::uint64_t budget_bytes;
   std::unique_ptr<RowCache> cache;  // null: none
@@ -131,6 +134,7 @@ class Batch final : public ReadSource {
  private:
   friend class Engine;
   friend class Planner;
+  class Again;
 
   // A distinct group and its rows.
   struct Group {
@@ -184,10 +188,12 @@ class Batch final : public ReadSource {
   const Table& table_of(const Miss& miss) const;
   std::uint8_t best_copy(const Miss& miss, const Room& room) const;
   bool begin(Miss& miss, std::uint8_t copy);
-  bool emit(Miss& miss, Read& read, Room& room);
+  unsigned set_out(Miss& miss, RowMask rows, std::uint8_t copy) const;
+  bool emit(const Miss& miss, RowMask rows, unsigned number, Read& read, Room& room);
   Read read_of(const Miss& miss, unsigned row, unsigned part) const;
   std::int32_t keep(Miss& miss, unsigned row, unsigned part, const Read& read,
                     const std::byte* bytes) const;
+  bool read_again(Miss& miss);
   void miss_ended(Miss& miss);
   static void tell(Miss* over);
   bool drop(Miss& miss, std::int32_t why, bool regardless);

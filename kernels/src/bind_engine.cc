@@ -417,6 +417,7 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("format"))
       .def_prop_ro("checksum_errors", &Engine::checksum_errors)
+      .def_prop_ro("failed_files", &Engine::failed_files)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

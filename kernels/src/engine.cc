@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <new>
@@ -21,7 +22,8 @@ constexpr double kBudgetRetryS = 0.05;
 Engine::Engine(std::shared_ptr<Reader> reader, std::vector<Table> tables,
                std::uint64_t budget_bytes, std::uint64_t cache_bytes)
     : reader_(std::move(reader)),
-      shared_(std::make_shared<EngineShared>(std::move(tables), budget_bytes, cache_bytes)),
+      shared_(
+          std::make_shared<EngineShared>(*reader_, std::move(tables), budget_bytes, cache_bytes)),
       pid_(::getpid()) {
   for (std::size_t i = 0; i < shared_->tables.count(); ++i) check_fits(shared_->tables[i].table);
 }
@@ -155,6 +157,19 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
     populate_cache();
   }
   return {batch.get(), [batch](Batch*) { batch->cancel(); }};
+}
+
+std::vector<std::uint32_t> Engine::failed_files() const {
+  std::vector<std::uint32_t> files;
+  for (std::size_t i = 0; i < shared_->tables.count(); ++i) {
+    const TableState& state = shared_->tables[i];
+    for (std::size_t copy = 0; copy < state.failed.size(); ++copy) {
+      if (state.failed.size() == 1 || !state.failed[copy].load()) continue;
+      const std::uint32_t file = state.table.copies[copy].file();
+      if (std::ranges::find(files, file) == files.end()) files.push_back(file);
+    }
+  }
+  return files;
 }
 
 void Engine::populate_cache() {

@@ -82,6 +82,9 @@ class Engine {
   }
   const ConvertMetrics& converted() const { return shared_->converted; }
   std::uint64_t checksum_errors() const { return shared_->checksum_errors.load(); }
+  // The reader's numbers of files that a read has failed on, of copies that are not their table's
+  // only one.
+  std::vector<std::uint32_t> failed_files() const;
   RowCache* cache() const { return shared_->cache.get(); }  // null: none
   const Tables& tables() const { return shared_->tables; }
 

@@ -47,7 +47,8 @@ struct alignas(64) Miss {
   RowMask reads = 0;   // rows it reads: fixed once started; before that guarded by the set
   bool ended = false;  // its reads have; guarded by the set
   RowMask apart = 0;   // rows of `reads` whose scales are a read of their own
-  std::uint8_t copy = 0;  // of the table, that is read
+  std::uint8_t copy = 0;   // of the table, that is read
+  std::uint8_t tries = 0;  // copies that were read before it, for rows that could not be read there
   std::atomic<State> state{State::queued};
   std::atomic<std::uint8_t> reads_left{0};
   std::atomic<RowMask> failed{0};      // rows that could not be read, of `need` or `reads`

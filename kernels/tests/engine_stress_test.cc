@@ -61,7 +61,7 @@ struct Request {
 // FP4 and FP8 together in formats that both have.
 std::vector<std::int64_t> draw_layers(Random& random, Format format) {
   if (draw(random, 0, 4) == 0) return {kInterleaved};
-  std::vector<std::int64_t> layers{kTwoCopies, kPacked, kTruncated};
+  std::vector<std::int64_t> layers{kTwoCopies, kPacked, kTruncated, kMended};
   if (format != Format::packed) layers.push_back(kInterleaved);
   std::shuffle(layers.begin(), layers.end(), random);
   if (draw(random, 0, 3) != 0) layers.resize(1);
@@ -449,6 +449,41 @@ TEST_CASE("whoever asks for a row, and when, it is read once") {
     CHECK(reads.load() == wanted.size());
     CHECK(world.engine->cache()->counters().overflows == 0);
     CHECK(world.engine->cache()->counters().evictions == 0);
+  }
+}
+
+TEST_CASE("a row is read from every copy before it cannot be read") {
+  for (const Setup& setup : kSetups) {
+    World world(setup);
+    std::vector<std::int64_t> ids(TestTables::kRows);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+    const LayerKeys keys{
+        .layer = kMended, .ids = ids.data(), .position_stride = 1, .column_stride = 1};
+    const Order order{.positions = ids.size(), .columns = {0, 1, 1}};
+    Request all{.layers = {kMended}, .ids = {ids}, .width = 1, .order = order};
+    for (int pass = 0; pass < 3; ++pass) {
+      const auto batch = world.engine->submit({keys}, order);
+      while (!batch->wait(1000)) continue;
+      CHECK(complaint(all, *batch, world.tables, {}) == "");
+    }
+    CHECK(drains(*world.engine));
+  }
+  // Of a table that has lost its end twice.
+  const TestTables tables(true);
+  std::vector<std::string> paths = tables.paths();
+  const auto reader = std::make_shared<Reader>(paths, ReaderOptions{.backend = "pread"});
+  Table twice = tables.tables()[kTruncated - 1];
+  twice.copies.push_back(twice.copies.front());
+  Engine engine(reader, {twice}, kTightBytes, 0);
+  tables.truncate();
+  for (const bool lost : {true, false, true}) {
+    const std::int64_t id = lost ? TestTables::kRows - 1 : 7;
+    const LayerKeys keys{.layer = kTruncated, .ids = &id, .position_stride = 1, .column_stride = 1};
+    const auto batch = engine.submit({keys}, {.positions = 1, .columns = {0, 1, 1}});
+    while (!batch->wait(1000)) continue;
+    CHECK(batch->failure().has_value() == lost);
+    if (lost) CHECK(batch->failure()->error == kErrorTruncated);
+    CHECK(batch->stats().reads == (lost ? 4 : 2));  // codes and scales, of both copies
   }
 }
 

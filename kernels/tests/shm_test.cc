@@ -37,7 +37,7 @@ struct TokensAsked {
             .mask_bytes = tokens.size()};
   }
   std::vector<std::byte> expected() const {
-    std::vector<std::int64_t> ids(tokens.size() * 4 * kColumns);
+    std::vector<std::int64_t> ids(tokens.size() * kTestLayers * kColumns);
     const auto mask = std::make_unique<bool[]>(tokens.size());
     const std::array<std::int64_t, 1> n{static_cast<std::int64_t>(tokens.size())};
     const std::array<std::int64_t, 1> h{static_cast<std::int64_t>(history.size())};
@@ -46,7 +46,7 @@ struct TokensAsked {
     for (std::size_t position = 0; position < tokens.size(); ++position) {
       for (const std::uint32_t layer : layers) {
         for (std::size_t column = 0; column < kColumns; ++column) {
-          const std::int64_t id = ids[(position * 4 + layer - 1) * kColumns + column];
+          const std::int64_t id = ids[(position * kTestLayers + layer - 1) * kColumns + column];
           const auto row = formula_row(layer, static_cast<std::uint64_t>(id), RowKind::fp4);
           bytes.insert(bytes.end(), row.begin(), row.end());
         }

@@ -38,15 +38,15 @@ inline UniqueFd listener(const std::string& path) {
   return socket;
 }
 
-// Layers 1, 3 and 4 as tests/test_tables.h has them (FP4), 2 is FP8. Token ids are classes of their
-// own; the columns of each layer have 125 rows.
+// Layers as tests/test_tables.h has them: FP4, but for 2, which is FP8. Token ids are classes of
+// their own; the columns of each layer have 125 rows.
 inline std::shared_ptr<const NgramHash> small_hash() {
   std::vector<std::int32_t> map(100);
   for (std::size_t id = 0; id < map.size(); ++id) map[id] = static_cast<std::int32_t>(id);
   std::vector<std::uint64_t> multipliers;
   std::vector<std::uint64_t> primes;
   std::vector<std::uint64_t> offsets;
-  for (std::uint64_t layer = 0; layer < 4; ++layer) {
+  for (std::uint64_t layer = 0; layer < kTestLayers; ++layer) {
     for (std::uint64_t i = 0; i < 4; ++i)
       multipliers.push_back(mixed(layer * 4 + i) % 1'000'003 | 1);
     for (std::uint64_t column = 0; column < kColumns; ++column) {
@@ -54,7 +54,7 @@ inline std::shared_ptr<const NgramHash> small_hash() {
       offsets.push_back(125 * column);
     }
   }
-  return std::make_shared<const NgramHash>(map, 2, 9, 4, multipliers, primes, offsets);
+  return std::make_shared<const NgramHash>(map, 2, 9, kTestLayers, multipliers, primes, offsets);
 }
 
 inline shm::Digest digest_of(std::int64_t layer) {

@@ -34,6 +34,8 @@ inline constexpr std::int64_t kTwoCopies = 1;    // FP4 in place, twice
 inline constexpr std::int64_t kInterleaved = 2;  // FP8 in place, codes and scales in one record
 inline constexpr std::int64_t kPacked = 3;       // FP4 in pages; some seals are broken
 inline constexpr std::int64_t kTruncated = 4;    // FP4 in place; the file has lost its end
+inline constexpr std::int64_t kMended = 5;       // FP4, three copies, each with faults of its own
+inline constexpr std::size_t kTestLayers = 5;
 
 class TestTables {
  public:
@@ -43,12 +45,15 @@ class TestTables {
   static constexpr StoreUuid kUuid{std::byte{7}, std::byte{1}};
 
   explicit TestTables(bool with_faults) : with_faults_(with_faults) {
-    // Files 0 to 4; planes at odd offsets.
+    // Files 0 to 7; planes at odd offsets.
     paths_.push_back(directory_.write("copy0", planes(kTwoCopies, 1001)));
     paths_.push_back(directory_.write("copy1", planes(kTwoCopies, 77)));
     paths_.push_back(directory_.write("interleaved", records(kInterleaved, 4096)));
     paths_.push_back(directory_.write("packed", pages(kPacked)));
     paths_.push_back(directory_.write("truncated", planes(kTruncated, 5)));
+    paths_.push_back(directory_.write("mended0", pages(kMended, 0)));
+    paths_.push_back(directory_.write("mended1", planes(kMended, 9)));
+    paths_.push_back(directory_.write("mended2", pages(kMended, 1)));
     tables_ = {
         {.layer = kTwoCopies, .rows = kRows, .copies = {in_place(0, 1001), in_place(1, 77)}},
         {.layer = kInterleaved,
@@ -60,6 +65,11 @@ class TestTables {
          .rows = kRows,
          .copies = {{.pages = Pages{.file = 3, .offset = 4096, .uuid = kUuid}}}},
         {.layer = kTruncated, .rows = kRows, .copies = {in_place(4, 5)}},
+        {.layer = kMended,
+         .rows = kRows,
+         .copies = {{.pages = Pages{.file = 5, .offset = 4096, .uuid = kUuid}},
+                    in_place(6, 9),
+                    {.pages = Pages{.file = 7, .offset = 4096, .uuid = kUuid}}}},
     };
   }
 
@@ -72,9 +82,11 @@ class TestTables {
   // To be called once the files are open.
   void truncate() const {
     if (!with_faults_) return;
-    std::filesystem::resize_file(paths_[4], std::filesystem::file_size(paths_[4]) - 8 * kLost);
+    for (const std::string& path : {paths_[4], paths_[6]}) {
+      std::filesystem::resize_file(path, std::filesystem::file_size(path) - 8 * kLost);
+    }
   }
-  // Why a row cannot be read; 0: it can.
+  // Why a row cannot be read from any copy; 0: it can.
   std::int32_t error_of(std::int64_t layer, std::uint64_t row) const {
     if (!with_faults_) return 0;
     if (layer == kPacked && row % kBrokenEvery == 3) return -2;
@@ -104,7 +116,12 @@ class TestTables {
     }
     return file;
   }
-  std::vector<std::byte> pages(std::int64_t layer) const {
+  bool broken(std::int64_t layer, std::uint64_t row, std::uint64_t third) const {
+    if (layer == kMended) return with_faults_ && row % 3 == third;
+    return error_of(layer, row) != 0;
+  }
+  // third: of the rows of kMended, which are broken.
+  std::vector<std::byte> pages(std::int64_t layer, std::uint64_t third = 0) const {
     const RecordSeal seal(kUuid, static_cast<std::uint32_t>(layer));
     std::vector<std::byte> file(4096 * (1 + (kRows + 28) / 29));
     for (std::uint64_t row = 0; row < kRows; ++row) {
@@ -113,7 +130,7 @@ class TestTables {
       std::memcpy(record, bytes.data(), 136);
       const std::uint32_t sum = seal.of(row, bytes.data(), 136);
       std::memcpy(record + 136, &sum, 4);
-      if (error_of(layer, row) != 0) record[row % 136] ^= std::byte{16};
+      if (broken(layer, row, third)) record[row % 136] ^= std::byte{16};
     }
     return file;
   }
