@@ -124,6 +124,8 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         stack.push_async_callback(tables.retired)
         service = EngramService(tables.current, options.limits, metrics.lookups)
         metrics.registry.register(security.refusals)
+        if security.certificates is not None:
+            metrics.registry.register(security.certificates)
         service.register(server)
         addresses = _bind(server, options, security)
         if options.record is not None:
