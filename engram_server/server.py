@@ -78,6 +78,9 @@ class ServeOptions:
     """OpenTelemetry spans of lookups over gRPC."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
+    idle_s: float = 3600.0
+    """A connection without a call for this long is closed. Clients on gRPC's C core, ours among them, hang up by
+    themselves after half of it (`grpc.client_idle_timeout_ms`), and connect anew for their next call."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -291,6 +294,7 @@ def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_connection_idle_ms", int(options.idle_s * 1000)),
         # Clients ask too; gRPC would take more than one question in five minutes for an attack.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth, same
 
@@ -195,6 +196,63 @@ def test_peer_that_accepts_and_says_nothing() -> None:
         client = EngramClient(target, timeouts=timeouts, retry=NO_RETRY)
         with client, pytest.raises(UnavailableError):
             client.describe()
+
+
+def connect_and_say_nothing(target: str) -> None:
+    """As HTTP/2 begins, and not a call; returns when the server hangs up."""
+    host, _, port = target.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        while connection.recv(1024):
+            pass
+
+
+def test_who_makes_no_calls_is_hung_up_on_and_connects_anew_unnoticed(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    with (
+        serving(fp4_checkpoint, tmp_path, idle_s=0.3) as server,
+        EngramClient(server.targets[0], retry=NO_RETRY, shared_memory="off") as client,
+    ):
+        assert right(truth, client, 5)
+        states: list[grpc.ChannelConnectivity] = []
+        (connection,) = client._pool._connections
+        connection._channel.subscribe(states.append)
+        connect_and_say_nothing(server.targets[0])
+        until(lambda: grpc.ChannelConnectivity.IDLE in states)
+        assert right(truth, client, 6)
+        until(lambda: states.count(grpc.ChannelConnectivity.READY) == 2)
+
+        async def before_and_after() -> None:
+            async with AsyncEngramClient(server.targets[0], retry=NO_RETRY) as client:
+                for token in (5, 6):
+                    values = (await client.lookup([token])).values
+                    assert same(values, truth.values(truth.ids([token]), "bf16"))
+                    (connection,) = client._pool._connections
+                    await connection._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+        asyncio.run(before_and_after())
+
+
+def test_a_stream_is_a_call_however_little_it_asks(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    """And so is watching a server's health."""
+    with (
+        serving(fp4_checkpoint, tmp_path, idle_s=0.3) as server,
+        EngramClient(server.targets[0], retry=NO_RETRY, shared_memory="off") as client,
+        client.stream() as stream,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        assert stream.lookup([5]).result().stats.rows == 48
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        line = stream._line
+        for _ in range(2):
+            connect_and_say_nothing(server.targets[0])
+        assert same(stream.lookup([6]).result().values, truth.values(truth.ids([6]), "bf16"))
+        assert stream._line is line
+        assert watch.is_active()
 
 
 def test_server_that_hangs_is_left(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
