@@ -46,6 +46,11 @@ log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAVE_S = 30.0
+"""How long signals are not heeded while the hot set is saved: a disk takes seconds, and one that hangs would keep the
+process for ever."""
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -123,6 +128,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             metrics.lookups.spans = SpanSender(options.spans)
             stack.push_async_callback(metrics.lookups.spans.close)
         tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
+        stack.push_async_callback(_save_hot_set, tables)
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
         service = EngramService(tables.current, options.limits, metrics.lookups)
@@ -239,7 +245,7 @@ def _shared_memory(options: ServeOptions) -> SharedMemoryOptions:
 def _stop_signals() -> asyncio.Event:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     return stop
 
@@ -249,6 +255,19 @@ def _ignore_hang_ups() -> None:
     saved."""
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+async def _save_hot_set(tables: Tables) -> None:
+    """While the loop's handlers are there: a signal is for what can be given up, and from here on ends the process."""
+    saving = asyncio.create_task(asyncio.to_thread(tables.current.leave_hot_set))
+    await asyncio.wait({saving}, timeout=_SAVE_S)
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+    if not saving.done():
+        log.warning(
+            "the hot set takes more than %.0f s to save: a signal ends the server without it", _SAVE_S
+        )
 
 
 def _status(
