@@ -151,7 +151,7 @@ def _warn_of(path: Path, expires: float) -> None:
     left_s = expires - time.time()
     if left_s > SOON_S:
         return
-    when = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    when = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     what = (
         f"expires {when}, in {left_s / 86_400:.1f} days"
         if left_s > 0

@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be no text
     options = _parser().parse_args(arguments)
-    level = logging.DEBUG if options.verbose else logging.INFO
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(logs.TextFormatter())
+    logging.basicConfig(handlers=[log], level=logging.DEBUG if options.verbose else logging.INFO)
     return run_command("engram-server", options)
 
 

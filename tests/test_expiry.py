@@ -118,9 +118,9 @@ def test_a_certificate_whose_end_cannot_be_told_is_refused_by_its_file(
     [
         (
             YESTERDAY,
-            rf"expired {YESTERDAY:%Y-%m-%d %H:%M:%S}Z: clients refuse it; put a new one in its place",
+            rf"expired {YESTERDAY:%Y-%m-%dT%H:%M:%S}Z: clients refuse it; put a new one in its place",
         ),
-        (NEXT_WEEK, rf"expires {NEXT_WEEK:%Y-%m-%d %H:%M:%S}Z, in [67]\.\d days; put a new one in its place"),
+        (NEXT_WEEK, rf"expires {NEXT_WEEK:%Y-%m-%dT%H:%M:%S}Z, in [67]\.\d days; put a new one in its place"),
         (datetime.now(UTC) + timedelta(seconds=SOON_S + 3600), None),
     ],
     ids=["yesterday", "next week", "later"],
