@@ -127,7 +127,11 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         if options.spans is not None:
             metrics.lookups.spans = SpanSender(options.spans)
             stack.push_async_callback(metrics.lookups.spans.close)
-        tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
+
+        def start(generation: Generation) -> None:
+            generation.start(options.limits, _on_damage(tables, generation.memory, condition))
+
+        start(tables.current)
         stack.push_async_callback(_save_hot_set, tables)
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
@@ -154,7 +158,6 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             security.refusals.strangers = lambda: channel.counts()["strangers"]
 
         def turn_over(generation: Generation) -> None:
-            generation.start(options.limits, _on_damage(tables, generation.memory, condition))
             service.turn_over(generation)
             if channel is not None:
                 channel.reopen(generation.memory)
@@ -169,7 +172,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             return not condition.not_ready()
 
         reloader = Reloader(
-            [security.reload, lambda: tables.reopen(turn_over, settled, trusted)], metrics.reloads
+            [security.reload, lambda: tables.reopen(start, turn_over, settled, trusted)], metrics.reloads
         )
         stack.push_async_callback(reloader.close)
         stack.callback(_ignore_hang_ups)
