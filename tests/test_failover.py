@@ -1,8 +1,11 @@
 """Servers that go away, come back, fill up or are slow: what a client does about it."""
 
 import asyncio
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +117,44 @@ def test_server_that_restarts_is_waited_for(fp4_checkpoint: Path, tmp_path: Path
             values = stream.lookup([7]).result().values
             assert same(values, truth.values(truth.ids([7]), "bf16"))
             stream.close()
+
+
+_ASKS_TWICE = """
+import sys
+from engram_client import EngramClient, Retry
+with EngramClient(sys.argv[1], shared_memory="off", retry=Retry(wait_for_server_s=20.0)) as client:
+    for _ in sys.stdin:
+        print(client.lookup([5]).stats.rows, flush=True)
+"""
+
+
+def test_a_client_that_waits_for_a_server_does_the_connecting_itself(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """gRPC looks after a channel that nobody calls now and then, too rarely to wait for; here it never does."""
+    target = f"unix:{tmp_path / 'socket'}"
+    command = [sys.executable, "-c", _ASKS_TWICE, target]
+    environment = os.environ | {"GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "0"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+
+        def ask() -> None:
+            client.stdin.write("\n")
+            client.stdin.flush()
+
+        with serving(fp4_checkpoint, tmp_path, uds=tmp_path / "socket", drain_s=0.1) as server:
+            ask()
+            assert client.stdout.readline() == "48\n"
+            assert server.stop() == 0
+        ask()
+        time.sleep(0.5)  # it tries to connect, to nobody
+        with serving(fp4_checkpoint, tmp_path, uds=tmp_path / "socket"):
+            assert client.stdout.readline() == "48\n"
+            client.stdin.close()
+            assert client.wait(30) == 0
 
 
 def test_async_client_survives_a_restart(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
