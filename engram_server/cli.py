@@ -18,7 +18,7 @@ from typing import Any
 from engram_server import __version__, logs
 from engram_server.cli_store import add_convert, add_verify
 from engram_server.config import ConfigError, Configurable, as_toml
-from engram_server.credentials import add_credentials, credentials_of
+from engram_server.credentials import add_credentials, credentials_of, refuse_credentials
 from engram_server.pinning import cpu_list, node_name, pin
 from engram_server.run import run_command
 from engram_server.sizes import parse_size
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be no text
     options = _parser().parse_args(arguments)
-    level = logging.DEBUG if options.verbose else logging.INFO
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(logs.TextFormatter())
+    logging.basicConfig(handlers=[log], level=logging.DEBUG if options.verbose else logging.INFO)
     return run_command("engram-server", options)
 
 
@@ -232,6 +233,10 @@ def _warm(options: argparse.Namespace) -> int:
 def _lookup(options: argparse.Namespace) -> int:
     from engram_server import lookup_command
 
+    _check_lookup(options, lookup_command.is_path(options.target))
+    for name, value in options.unless_given.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     memory = _memory_options(options)
     with lookup_command.open_target(options.target, memory, credentials_of(options)) as source:
         if options.rows is not None:
@@ -244,6 +249,23 @@ def _lookup(options: argparse.Namespace) -> int:
             found = source.lookup(tokens, history=options.history, format=options.format)
     lookup_command.report(found, options.output, options.json)
     return 0
+
+
+def _check_lookup(options: argparse.Namespace, is_path: bool) -> None:
+    """Raises ValueError for an option that would change nothing."""
+    if options.rows is not None and options.history:
+        raise ValueError("--history goes before --tokens or --text, and --rows has none: leave it out")
+    if is_path:
+        refuse_credentials(options, options.target)
+        return
+    useless = [name for name in options.unless_given if getattr(options, name) is not None]
+    if options.tokenizer is not None and options.text is None:
+        useless.append("tokenizer")
+    for name in useless:
+        raise ValueError(
+            f"--{name.replace('_', '-')} is for tables that are read in this process, and {options.target} is a "
+            "server, which has its own: leave it out"
+        )
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -587,7 +609,7 @@ def _add_limits(sub: Any) -> None:
     )
     group.add_argument(
         "--queue-seconds",
-        type=_seconds,
+        type=_some_seconds,
         default=1.0,
         metavar="S",
         help="a request that would wait longer for others is refused (1)",
@@ -710,8 +732,10 @@ def _add_lookup(command: Callable[..., Any]) -> None:
     sub.add_argument("--json", action="store_true", help="print JSON; with the rows unless --output is given")
     _add_tokenizer(sub)
     add_credentials(sub)
-    _add_reading(sub, "for a checkpoint TARGET", cache_bytes=0)
-    sub.set_defaults(hot_set=None)
+    reading = _add_reading(sub, "for a checkpoint TARGET", cache_bytes=0)
+    sub.set_defaults(hot_set=None, unless_given={action.dest: action.default for action in reading})
+    for action in reading:
+        action.default = None
 
 
 def _add_doctor(command: Callable[..., Any]) -> None:
@@ -749,7 +773,7 @@ def _add_tokenizer(sub: Any) -> None:
     )
 
 
-def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
+def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> list[argparse.Action]:
     group = sub.add_argument_group("reading" + (f" ({when})" if when else ""))
     group.add_argument(
         "--backend",
@@ -813,6 +837,8 @@ def _add_reading(sub: Any, when: str = "", *, cache_bytes: int) -> None:
         help="an equal copy on another drive, to share the reads, and for rows that cannot be read here; may be given "
         "several times",
     )
+    actions: list[argparse.Action] = group._group_actions
+    return actions
 
 
 def _integers(text: str) -> list[int]:
@@ -855,6 +881,14 @@ def _seconds(text: str) -> float:
         seconds = -1.0
     if not 0 <= seconds <= 86_400:  # nor NaN
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+    return seconds
+
+
+def _some_seconds(text: str) -> float:
+    if (seconds := _seconds(text)) == 0:
+        raise argparse.ArgumentTypeError(
+            "0 seconds would refuse whatever has to wait: give more, such as 0.05"
+        )
     return seconds
 
 

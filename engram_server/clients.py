@@ -23,13 +23,13 @@ token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
 
 def client_name(context: Context) -> str:
     """The name of the call's token; else the common name, or first alternative name, of the client's certificate;
-    else "uds"; else the address without its port."""
+    else "uds"; else the site of its address."""
     if (name := token_name.get()) is not None:
         return name
     peer = context.peer()
     if peer.startswith("unix:"):
         return UDS
-    return _certified(context) or peer_address(peer)
+    return _certified(context) or site_of(peer_address(peer))
 
 
 @lru_cache(maxsize=1024)
@@ -45,6 +45,19 @@ def peer_address(peer: str) -> str:
     # A socket for both families names IPv4 clients so.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
+
+
+@lru_cache(maxsize=1024)
+def site_of(address: str) -> str:
+    """Of an address over IPv6 its /64, which whoever has one of has all of: 2001:db8:0:1::/64. All else as it is."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if not isinstance(parsed, ipaddress.IPv6Address) or parsed.is_loopback or parsed.ipv4_mapped:
+        return address
+    network = ipaddress.IPv6Network((int(parsed), 64), strict=False)
+    return f"{network}%{parsed.scope_id}" if parsed.scope_id else str(network)
 
 
 def _certified(context: Context) -> str:

@@ -30,6 +30,15 @@ def add_credentials(parser: Any) -> None:
     )
 
 
+def refuse_credentials(options: argparse.Namespace, path: object) -> None:
+    """For tables that are read in this process. Raises ValueError for what was given all the same."""
+    for name in ("tls", "tls_ca", "tls_cert", "tls_key", "token_file", "token_plaintext"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for a server over TCP; {path} is read in this process: leave it out"
+            )
+
+
 def credentials_of(options: argparse.Namespace) -> Credentials:
     """What they say. Raises ValueError."""
     from engram_client import Tls, Token

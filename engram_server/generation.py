@@ -60,9 +60,9 @@ class Generation:
         return cls(memory, converter, keeper)
 
     def start(self, limits: Limits, on_damage: Callable[[str], None]) -> None:
-        """Be ready for requests. On the event loop that serves."""
-        self.fetcher = Fetcher(self.memory, limits, on_damage, self.converter)
+        """Be ready for requests. On the event loop that serves, which knows nothing of it when this fails."""
         self.prefetcher = Prefetcher(self.memory.engine, limits.prefetch_rows, limits.prefetches)
+        self.fetcher = Fetcher(self.memory, limits, on_damage, self.converter)
 
     def keep_hot_set(self) -> None:
         """Fill the cache from the hot set, if there is one, and save it from now on."""
@@ -108,21 +108,27 @@ class Tables:
 
     async def reopen(
         self,
+        start: Callable[[Generation], None],
         turn_over: Callable[[Generation], None],
         settled: Callable[[], Awaitable[None]],
         trusted: Callable[[], bool],
     ) -> str:
         """Open the files of the tables anew and answer from them; what is served then, in words.
 
-        Files that are the same go on as they are, with their cache, if what is served is trusted. turn_over starts a
-        generation and lets requests begin on it, at once; settled waits until no request outside of the generation's
-        own fetcher needs the one before. On an error all is as before: raises what Generation.open raises,
-        ReopenError.
+        Files that are the same go on as they are, with their cache, if what is served is trusted. start makes a
+        generation ready; turn_over lets requests begin on it, at once, and does not fail; settled waits until no
+        request outside of the generation's own fetcher needs the one before. On an error all is as before: raises what
+        Generation.open and start raise, ReopenError.
         """
         if trusted() and await asyncio.to_thread(self.current.memory.is_current):
             return "the tables, whose files are the same, go on with their cache"
         await self._only_one()
         opened = await asyncio.to_thread(self._open_next)
+        try:
+            start(opened)
+        except BaseException:
+            await asyncio.to_thread(opened.close)
+            raise
         before = self.current
         await asyncio.to_thread(before.leave_hot_set)
         turn_over(opened)

@@ -38,16 +38,17 @@ class HotSetKeeper:
         self._path = path
         self._save_period_s = save_period_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engram-hot-set", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to restore; returns at once."""
+        self._thread = threading.Thread(target=self._run, name="engram-hot-set", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Give up what is not restored yet; save, if all was. Before the memory is closed."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:

@@ -103,10 +103,14 @@ def _kind(record: logging.LogRecord) -> tuple[Any, ...]:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message; a traceback below."""
+    """Time (RFC 3339, UTC), level, message; a traceback below."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        """As in JSON: whoever puts the logs of several machines side by side is not to ask for their time zones."""
+        return _rfc3339(record.created)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line, and how many like it were left out."""
@@ -114,9 +118,7 @@ class TextFormatter(logging.Formatter):
         left_out = getattr(record, "left_out", 0)
         if not left_out:
             return line
-        shown = logging.makeLogRecord({"created": record.__dict__["left_out_since"]})
-        since = self.formatTime(shown, "%Y-%m-%d %H:%M:%S")
-        return f"{line} (and {left_out:,} like it since {since})"
+        return f"{line} (and {left_out:,} like it since {_rfc3339(record.__dict__['left_out_since'])})"
 
 
 class JsonFormatter(logging.Formatter):

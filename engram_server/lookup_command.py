@@ -23,14 +23,23 @@ _PREVIEW_VALUES = 8
 Source: TypeAlias = EngramClient | EngramMemory
 
 
-def open_target(target: str, options: MemoryOptions, credentials: Credentials) -> Source:
-    """A checkpoint path opened in this process, or a client of a server."""
+def is_path(target: str) -> bool:
+    """Whether a target is a checkpoint or packed store, to be read in this process; else it is a server.
+
+    Raises ValueError for what is neither."""
     if not target.startswith("unix:") and ("/" in target or Path(target).exists()):
-        return EngramMemory(Memory.open(Path(target), options))
+        return True
     try:
         parse_targets(target)
     except ValueError as error:
         raise ValueError(f"{error}; nor is there a checkpoint of that name") from None
+    return False
+
+
+def open_target(target: str, options: MemoryOptions, credentials: Credentials) -> Source:
+    """A checkpoint path opened in this process, or a client of a server."""
+    if is_path(target):
+        return EngramMemory(Memory.open(Path(target), options))
     return EngramClient(target, **credentials)
 
 

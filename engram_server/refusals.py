@@ -1,4 +1,5 @@
-"""Whom this server turned away, and why: counted each time, logged once a minute for each reason and peer."""
+"""Whom this server turned away, and why: counted each time, logged once a minute for each reason and peer, where all
+addresses of one /64 of IPv6 are one."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Literal, get_args
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engram_server.clients import site_of
 from engram_server.logs import ONE_BY_ONE
 
 log = logging.getLogger("engram_server")
@@ -31,23 +33,24 @@ class Refusals(Collector):
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(get_args(Reason), 0)
         self._quiet: OrderedDict[tuple[Reason, str], tuple[float, int]] = OrderedDict()
-        """Until when nothing is said of a reason and peer, and how often there was something to say."""
+        """Until when nothing is said of a reason and site, and how often there was something to say."""
         self.strangers: Callable[[], int] = lambda: 0
         """What native code has refused for its uid, and logs by itself."""
 
     def refused(self, reason: Reason, peer: str, sentence: str, count: int = 1) -> None:
         """Somebody was refused; peer without a port, "" = nobody knows."""
-        now = self._clock()
+        now, site = self._clock(), site_of(peer)
         with self._lock:
             self._counts[reason] += count
-            until, unsaid = self._quiet.get((reason, peer), (0.0, 0))
+            until, unsaid = self._quiet.get((reason, site), (0.0, 0))
             if speak := now >= until and self._has_room(now):
-                self._quiet[reason, peer] = (now + _QUIET_S, 0)
-                self._quiet.move_to_end((reason, peer))
+                self._quiet[reason, site] = (now + _QUIET_S, 0)
+                self._quiet.move_to_end((reason, site))
             elif now < until:
-                self._quiet[reason, peer] = (until, unsaid + count)
+                self._quiet[reason, site] = (until, unsaid + count)
         if speak:
-            more = f" ({unsaid} more since the last such line)" if unsaid else ""
+            whose = "" if site == peer else f" of {site}"
+            more = f" ({unsaid} more{whose} since the last such line)" if unsaid else ""
             log.warning("refused (%s) %s: %s%s", reason, peer or "somebody", sentence, more, extra=ONE_BY_ONE)
 
     def _has_room(self, now: float) -> bool:

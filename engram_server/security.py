@@ -22,7 +22,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2
 
 from engram_server.bearer import Tokens
-from engram_server.certificates import Certificates, TlsFiles
+from engram_server.certificates import Certificates, CertificatesRead, TlsFiles
 from engram_server.clients import UDS, Context, peer_address, token_name
 from engram_server.refusals import Refusals
 
@@ -98,7 +98,7 @@ class Security:
             taken.append(_count(tokens))
         return " and ".join(taken)
 
-    def _read(self) -> tuple[grpc.ServerCertificateConfiguration | None, Tokens | None]:
+    def _read(self) -> tuple[CertificatesRead | None, Tokens | None]:
         certificates = None if self.certificates is None else self.certificates.read()
         tokens = None if self._options.tokens is None else Tokens.read(self._options.tokens)
         return certificates, tokens

@@ -46,6 +46,11 @@ log = logging.getLogger("engram_server")
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAVE_S = 30.0
+"""How long signals are not heeded while the hot set is saved: a disk takes seconds, and one that hangs would keep the
+process for ever."""
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -78,6 +83,9 @@ class ServeOptions:
     """OpenTelemetry spans of lookups over gRPC."""
     keepalive_s: float = 60.0
     """A connection silent for this long is asked whether its client is still there."""
+    idle_s: float = 3600.0
+    """A connection without a call for this long is closed. Clients on gRPC's C core, ours among them, hang up by
+    themselves after half of it (`grpc.client_idle_timeout_ms`), and connect anew for their next call."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -118,11 +126,18 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
         if options.spans is not None:
             metrics.lookups.spans = SpanSender(options.spans)
             stack.push_async_callback(metrics.lookups.spans.close)
-        tables.current.start(options.limits, _on_damage(tables, tables.current.memory, condition))
+
+        def start(generation: Generation) -> None:
+            generation.start(options.limits, _on_damage(tables, generation.memory, condition))
+
+        start(tables.current)
+        stack.push_async_callback(_save_hot_set, tables)
         stack.callback(lambda: tables.current.stop())
         stack.push_async_callback(tables.retired)
         service = EngramService(tables.current, options.limits, metrics.lookups)
         metrics.registry.register(security.refusals)
+        if security.certificates is not None:
+            metrics.registry.register(security.certificates)
         service.register(server)
         addresses = _bind(server, options, security)
         recorder = None
@@ -146,7 +161,6 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             security.refusals.strangers = lambda: channel.counts()["strangers"]
 
         def turn_over(generation: Generation) -> None:
-            generation.start(options.limits, _on_damage(tables, generation.memory, condition))
             service.turn_over(generation)
             if channel is not None:
                 channel.reopen(generation.memory)
@@ -161,7 +175,7 @@ async def _serve(options: ServeOptions, tables: Tables, security: Security) -> N
             return not condition.not_ready()
 
         reloader = Reloader(
-            [security.reload, lambda: tables.reopen(turn_over, settled, trusted)], metrics.reloads
+            [security.reload, lambda: tables.reopen(start, turn_over, settled, trusted)], metrics.reloads
         )
         stack.push_async_callback(reloader.close)
         stack.callback(_ignore_hang_ups)
@@ -225,7 +239,7 @@ def _on_damage(tables: Tables, memory: Memory, condition: Health) -> Callable[[s
 def _stop_signals() -> asyncio.Event:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     return stop
 
@@ -235,6 +249,19 @@ def _ignore_hang_ups() -> None:
     saved."""
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+async def _save_hot_set(tables: Tables) -> None:
+    """While the loop's handlers are there: a signal is for what can be given up, and from here on ends the process."""
+    saving = asyncio.create_task(asyncio.to_thread(tables.current.leave_hot_set))
+    await asyncio.wait({saving}, timeout=_SAVE_S)
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+    if not saving.done():
+        log.warning(
+            "the hot set takes more than %.0f s to save: a signal ends the server without it", _SAVE_S
+        )
 
 
 def _status(
@@ -280,6 +307,7 @@ def _channel_options(options: ServeOptions) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_connection_idle_ms", int(options.idle_s * 1000)),
         # Clients ask too; gRPC would take more than one question in five minutes for an attack.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]

@@ -20,6 +20,8 @@ from support.faulty_fs import faulty_fs
 from support.serving import until
 from support.truth import Truth, same
 
+from engram_server.cli import main
+
 Result = subprocess.CompletedProcess[str]
 
 
@@ -202,7 +204,7 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
     assert "there is no such file" in refused("serve", tmp_path / "absent")
     assert "has neither model.safetensors.index.json nor" in refused("serve", tmp_path)
     assert "HOST:PORT" in refused("serve", fp4_checkpoint, "--listen", "999")
-    assert "is not a target" in refused("lookup", "nowhere", "--tokens", "1")
+    assert "is not a target" in refused("lookup", "nowhere", "--tokens", "1", "--cache-bytes", "1MiB")
     assert "token id 129280" in refused("lookup", fp4_checkpoint, "--tokens", "1,129280")
     assert "token id -5" in refused("hash", fp4_checkpoint, "--tokens", "1", "--history=-5")
     assert "tokenizer" in refused("hash", fp4_checkpoint, "--tokens", "1", "--tokenizer", tmp_path / "absent")
@@ -218,6 +220,57 @@ def test_what_operators_get_wrong_is_a_sentence(fp4_checkpoint: Path, tmp_path: 
         result = engram_server(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--backend", "auto"], "--backend is for tables that are read in this process, and {} is a server"),
+        (["--scales=disk"], "--scales is for tables"),
+        (["--io-depth=64"], "--io-depth is for tables"),
+        (["--bulk-depth=0"], "--bulk-depth is for tables"),
+        (["--io-threads=0"], "--io-threads is for tables"),
+        (["--budget-bytes=1GiB"], "--budget-bytes is for tables"),
+        (["--cache-bytes=0"], "--cache-bytes is for tables"),
+        (["--resident"], "--resident is for tables"),
+        (["--replica", "/other"], "--replica is for tables"),
+        (["--tokenizer", "tokenizer.json"], "--tokenizer is for tables"),
+    ],
+)
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "unix:/nobody"])
+def test_how_tables_are_read_is_not_for_those_who_ask_a_server(
+    capsys: pytest.CaptureFixture[str], target: str, options: list[str], says: str
+) -> None:
+    """Also where it is the default."""
+    assert main(["lookup", target, "--tokens", "1", *options]) == 1
+    assert says.format(target) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--tls", "--tls-ca=f", "--tls-cert=f", "--tls-key=f", "--token-file=f", "--token-plaintext"]
+)
+def test_what_a_server_wants_is_not_for_tables_that_are_read_here(
+    fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(["lookup", str(fp4_checkpoint), "--tokens", "1", option]) == 1
+    said = f"{option.partition('=')[0]} is for a server over TCP; {fp4_checkpoint} is read in this process"
+    assert said in capsys.readouterr().err
+
+
+def test_history_is_not_for_row_ids(fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lookup", str(fp4_checkpoint), "--rows", "1:0", "--history=3"]) == 1
+    assert "--history goes before --tokens or --text" in capsys.readouterr().err
+
+
+def test_no_time_to_wait_is_refused_by_the_name_of_its_option(
+    fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", str(fp4_checkpoint), "--queue-seconds", "0"])
+    assert "argument --queue-seconds: 0 seconds would refuse whatever has to wait" in capsys.readouterr().err
+    monkeypatch.setenv("ENGRAM_SERVE_QUEUE_SECONDS", "0.0")
+    assert main(["serve", str(fp4_checkpoint)]) == 1
+    assert "ENGRAM_SERVE_QUEUE_SECONDS: 0 seconds would refuse" in capsys.readouterr().err
 
 
 def test_names_that_are_no_text(

@@ -1,8 +1,11 @@
 """Servers that go away, come back, fill up or are slow: what a client does about it."""
 
 import asyncio
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth, same
 
@@ -115,6 +119,44 @@ def test_server_that_restarts_is_waited_for(fp4_checkpoint: Path, tmp_path: Path
             stream.close()
 
 
+_ASKS_TWICE = """
+import sys
+from engram_client import EngramClient, Retry
+with EngramClient(sys.argv[1], shared_memory="off", retry=Retry(wait_for_server_s=20.0)) as client:
+    for _ in sys.stdin:
+        print(client.lookup([5]).stats.rows, flush=True)
+"""
+
+
+def test_a_client_that_waits_for_a_server_does_the_connecting_itself(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    """gRPC looks after a channel that nobody calls now and then, too rarely to wait for; here it never does."""
+    target = f"unix:{tmp_path / 'socket'}"
+    command = [sys.executable, "-c", _ASKS_TWICE, target]
+    environment = os.environ | {"GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "0"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+
+        def ask() -> None:
+            client.stdin.write("\n")
+            client.stdin.flush()
+
+        with serving(fp4_checkpoint, tmp_path, uds=tmp_path / "socket", drain_s=0.1) as server:
+            ask()
+            assert client.stdout.readline() == "48\n"
+            assert server.stop() == 0
+        ask()
+        time.sleep(0.5)  # it tries to connect, to nobody
+        with serving(fp4_checkpoint, tmp_path, uds=tmp_path / "socket"):
+            assert client.stdout.readline() == "48\n"
+            client.stdin.close()
+            assert client.wait(30) == 0
+
+
 def test_async_client_survives_a_restart(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:
     target = free_address()
 
@@ -195,6 +237,63 @@ def test_peer_that_accepts_and_says_nothing() -> None:
         client = EngramClient(target, timeouts=timeouts, retry=NO_RETRY)
         with client, pytest.raises(UnavailableError):
             client.describe()
+
+
+def connect_and_say_nothing(target: str) -> None:
+    """As HTTP/2 begins, and not a call; returns when the server hangs up."""
+    host, _, port = target.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        while connection.recv(1024):
+            pass
+
+
+def test_who_makes_no_calls_is_hung_up_on_and_connects_anew_unnoticed(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    with (
+        serving(fp4_checkpoint, tmp_path, idle_s=0.3) as server,
+        EngramClient(server.targets[0], retry=NO_RETRY, shared_memory="off") as client,
+    ):
+        assert right(truth, client, 5)
+        states: list[grpc.ChannelConnectivity] = []
+        (connection,) = client._pool._connections
+        connection._channel.subscribe(states.append)
+        connect_and_say_nothing(server.targets[0])
+        until(lambda: grpc.ChannelConnectivity.IDLE in states)
+        assert right(truth, client, 6)
+        until(lambda: states.count(grpc.ChannelConnectivity.READY) == 2)
+
+        async def before_and_after() -> None:
+            async with AsyncEngramClient(server.targets[0], retry=NO_RETRY) as client:
+                for token in (5, 6):
+                    values = (await client.lookup([token])).values
+                    assert same(values, truth.values(truth.ids([token]), "bf16"))
+                    (connection,) = client._pool._connections
+                    await connection._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+        asyncio.run(before_and_after())
+
+
+def test_a_stream_is_a_call_however_little_it_asks(
+    fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    """And so is watching a server's health."""
+    with (
+        serving(fp4_checkpoint, tmp_path, idle_s=0.3) as server,
+        EngramClient(server.targets[0], retry=NO_RETRY, shared_memory="off") as client,
+        client.stream() as stream,
+        grpc.insecure_channel(server.targets[0]) as channel,
+    ):
+        assert stream.lookup([5]).result().stats.rows == 48
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        line = stream._line
+        for _ in range(2):
+            connect_and_say_nothing(server.targets[0])
+        assert same(stream.lookup([6]).result().values, truth.values(truth.ids([6]), "bf16"))
+        assert stream._line is line
+        assert watch.is_active()
 
 
 def test_server_that_hangs_is_left(fp4_checkpoint: Path, tmp_path: Path, truth: Truth) -> None:

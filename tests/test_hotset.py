@@ -286,6 +286,54 @@ def test_a_server_restores_its_hot_set_and_saves_it_again(
         server.log.unlink()
 
 
+SAVE_WAITS = """
+import time
+from pathlib import Path
+from engram_server import hotset_keeper, server
+write = hotset_keeper.write_hot_set
+server._SAVE_S = {save_s}
+
+def waiting(path, *what):
+    logging.info("saving the hot set")
+    while not Path(str(path) + ".go").exists():
+        time.sleep(0.01)
+    write(path, *what)
+
+hotset_keeper.write_hot_set = waiting
+"""
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_keep_a_server_from_saving_its_hot_set(
+    fp4_checkpoint: Path, tmp_path: Path, again: signal.Signals
+) -> None:
+    path = tmp_path / "hot.set"
+    with serving(fp4_checkpoint, tmp_path, hot_set=path, before=SAVE_WAITS.format(save_s=3600)) as server:
+        with EngramClient(server.targets[0]) as client:
+            client.lookup(TOKENS)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "saving the hot set" in server.log.read_text())
+        server.process.send_signal(again)
+        path.with_suffix(".set.go").touch()
+        assert server.wait() == 0
+    with Memory.open(fp4_checkpoint, MemoryOptions(cache_bytes=0)) as memory:
+        saved = read_hot_set(path, memory.tables, 10_000)
+    assert sum(len(part) for part in saved) == 2 * 3 * len(TOKENS)
+
+
+def test_a_hot_set_that_cannot_be_saved_does_not_keep_a_server_for_ever(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "hot.set"
+    with serving(fp4_checkpoint, tmp_path, hot_set=path, before=SAVE_WAITS.format(save_s=0.1)) as server:
+        with EngramClient(server.targets[0]) as client:
+            client.lookup(TOKENS)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "a signal ends the server without it" in server.log.read_text())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
+
+
 def test_what_is_no_hot_set_stops_the_start_and_a_damaged_one_does_not(
     fp4_checkpoint: Path, tmp_path: Path
 ) -> None:

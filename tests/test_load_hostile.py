@@ -305,6 +305,19 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(
         assert proxy.requests == []
 
 
+@pytest.mark.parametrize(
+    "option", ["--tls", "--tls-ca=f", "--tls-cert=f", "--tls-key=f", "--token-file=f", "--token-plaintext"]
+)
+def test_what_a_server_wants_is_not_for_tables_that_are_read_here(
+    fp4_checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    said = refused(capsys, "uniform", fp4_checkpoint, option)
+    assert (
+        f"{option.partition('=')[0]} is for a server over TCP; {fp4_checkpoint} is read in this process"
+        in said
+    )
+
+
 def test_text_that_is_none_is_refused(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

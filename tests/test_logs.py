@@ -62,6 +62,45 @@ def test_a_fault_that_repeats_is_one_line_a_minute() -> None:
     assert line.endswith("row 8 cannot be read"), "nothing was left out since"
 
 
+@pytest.fixture
+def far_from_greenwich(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def told(line: str) -> float:
+    """The time at its beginning, or at the end of what it says was left out, in seconds since the epoch."""
+    (text,) = re.findall(r"(?:^|since )(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z)(?: |\)$)", line)
+    return datetime.fromisoformat(text).timestamp()
+
+
+def test_times_of_a_text_are_utc_wherever_it_is_written(far_from_greenwich: None) -> None:
+    log = Log(TextFormatter())
+    before = time.time()
+    for _ in range(2):
+        log.logger.warning("a fault")
+    log.now += 60
+    log.logger.warning("a fault")
+    first, second = log.lines()
+    begin, _, end = second.partition(" WARNING ")
+    for text in (first, begin + " ", end):
+        assert before - 0.001 <= told(text) <= time.time()
+
+
+def test_every_command_logs_in_utc(fp4_checkpoint: Path, tmp_path: Path, far_from_greenwich: None) -> None:
+    """One that has something to tell."""
+    for file in fp4_checkpoint.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    before = time.time()
+    (line,) = engram_server("lookup", tmp_path, "--rows", "1:0").stderr.splitlines()
+    assert "has no tokenizer.json" in line
+    assert before - 0.001 <= told(line) <= time.time()
+
+
 def test_what_differs_is_shown() -> None:
     log = Log()
     other = logging.Logger("b")

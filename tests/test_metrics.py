@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from support.certificates import Authority, files_of
 from support.faulty_fs import faulty_fs
 from support.serving import ServerProcess, serving, until
 
@@ -34,6 +35,7 @@ from engram_server.fetch import Fetcher
 from engram_server.limits import Limits
 from engram_server.memory import Memory, MemoryOptions
 from engram_server.metrics import _TOTALS, LookupMetrics, MemoryCollector, ServerMetrics
+from engram_server.security import SecurityOptions
 from engram_server.stream import ClientGoneError, ReplyStream
 
 _ASKS_AND_WAITS = """
@@ -308,14 +310,20 @@ def test_a_ring_that_breaks_shows_when_no_other_backend_takes_over(
     assert seen.sum("engram_backend_fallback") == 0
 
 
-def test_every_metric_is_documented_and_named_by_the_conventions(server: ServerProcess) -> None:
-    with EngramClient(server.targets[0], shared_memory="off") as client:
-        client.lookup([1, 2])
-        with pytest.raises(EngramError):
-            client.lookup_rows(1, [2**40])
+def test_every_metric_is_documented_and_named_by_the_conventions(
+    fp4_checkpoint: Path, tmp_path: Path
+) -> None:
+    security = SecurityOptions(tls=files_of(Authority(tmp_path).server()))
+    uds = tmp_path / "socket"
+    with serving(fp4_checkpoint, tmp_path, uds=uds, metrics="127.0.0.1:0", security=security) as server:
+        with EngramClient(f"unix:{uds}", shared_memory="off") as client:
+            client.lookup([1, 2])
+            with pytest.raises(EngramError):
+                client.lookup_rows(1, [2**40])
+        families = Scrape(server).families
     documented = set(re.findall(r"^\| `(engram_\w+)`", DOCS.read_text(), re.MULTILINE))
     shown = {}
-    for family in Scrape(server).families:
+    for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         if name.startswith("engram_") and not name.endswith("_created"):
             shown[name] = family

@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.certificates import NEXT_WEEK, Authority, files_of
 from support.faulty_fs import Faults, faulty_fs
 from support.prometheus import ROOT, Prometheus, prometheus, promtool
 from support.serving import ServerProcess, serving, until
 
 from engram_client import NO_RETRY, EngramClient, EngramError
 from engram_server.cli import main
+from engram_server.security import SecurityOptions
 
 DEPLOY = ROOT / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
@@ -53,6 +55,7 @@ TROUBLES = {
     "EngramServerNotReady": "damaged",
     "EngramChecksumFailure": "damaged",
     "EngramReloadRefused": "damaged",
+    "EngramCertificateExpires": "damaged",
     "EngramReadsSlow": "slow",
     "EngramDeviceSaturated": "slow",
     "EngramDecodeQueued": "slow",
@@ -166,7 +169,10 @@ class Servers:
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))
-        self.damaged = self._start(store, "damaged")
+        self.authority = Authority(folder / "damaged")
+        security = SecurityOptions(tls=files_of(self.authority.server()))
+        uds = folder / "damaged" / "socket"
+        self.damaged = self._start(store, "damaged", uds=uds, security=security)
         config = folder / "prometheus" / "prometheus.yml"
         config.write_text(self._config())
         (config.parent / RULES.name).write_text(hurried(RULES.read_text()))
@@ -289,7 +295,7 @@ def at_work(servers: Servers, seen: Seen) -> None:
     with (
         engram_load("decode", f"shm:{uds}", text, "--rate", 20),
         engram_load("prefill", tcp, text, "--rate", 4, "--length", 256),
-        EngramClient(servers.damaged.targets[0], shared_memory="off") as client,
+        EngramClient(servers.damaged.targets[1], shared_memory="off") as client,
     ):
 
         def settled() -> bool:
@@ -304,7 +310,7 @@ def at_work(servers: Servers, seen: Seen) -> None:
 def in_trouble(servers: Servers, seen: Seen) -> None:
     """All that a server can be in while it runs."""
     watched = servers.prometheus
-    damaged, slow = servers.damaged.targets[0], servers.slow.targets[0]
+    damaged, slow = servers.damaged.targets[1], servers.slow.targets[0]
     with EngramClient(damaged, shared_memory="off") as client, pytest.raises(EngramError):
         client.lookup_rows(1, [1])
     servers.faults.set("slow", delay_s=0.03)
@@ -314,8 +320,9 @@ def in_trouble(servers: Servers, seen: Seen) -> None:
     ):
         seen.fired |= fire(watched, "damaged", "EngramServerNotReady", "EngramChecksumFailure")
         servers.store.rename(servers.folder / "away")
+        servers.authority.server(until=NEXT_WEEK)
         servers.damaged.process.send_signal(signal.SIGHUP)
-        seen.fired |= fire(watched, "damaged", "EngramReloadRefused")
+        seen.fired |= fire(watched, "damaged", "EngramReloadRefused", "EngramCertificateExpires")
         late = ("EngramReadsSlow", "EngramDeviceSaturated", "EngramDecodeQueued")
         seen.fired |= fire(watched, "slow", *late, "EngramBudgetNearlyFull", "EngramOverload")
         seen.fired |= fire(watched, "steady", "EngramCacheCollapse")
@@ -329,6 +336,8 @@ def in_trouble(servers: Servers, seen: Seen) -> None:
         selectors = {one for rule in seen.rules for one in re.findall(SELECTOR, rule["query"])}
         seen.selectors = {one: sum(value for _, value in watched.query(f"count({one})")) for one in selectors}
     servers.faults.clear()
+    servers.authority.server()
+    servers.damaged.process.send_signal(signal.SIGHUP)
 
 
 def down_and_up_again(servers: Servers, seen: Seen) -> None:

@@ -422,6 +422,46 @@ def test_a_reload_while_it_ends_harms_nothing(tables: Path, tmp_path: Path, firs
     assert "Traceback" not in log
 
 
+START_FAILS_ONCE = """
+from engram_server import generation
+
+class Fetcher(generation.Fetcher):
+    made = 0
+
+    def __init__(self, *arguments):
+        Fetcher.made += 1
+        if Fetcher.made == 2:
+            raise AssertionError("planted")
+        super().__init__(*arguments)
+
+generation.Fetcher = Fetcher
+"""
+
+
+def test_nothing_is_left_of_tables_that_were_opened_for_nobody(
+    tables: Path, fp4_checkpoint: Path, tmp_path: Path, truth: Truth
+) -> None:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    hot, cache = tmp_path / "hot.set", 64 << 20
+    with serving(
+        tables, folder, metrics="127.0.0.1:0", hot_set=hot, cache_bytes=cache, before=START_FAILS_ONCE
+    ) as server:
+        with EngramClient(server.targets[0]) as client:
+            assert same(client.lookup(PROMPT).values, truth.values(truth.ids(PROMPT), "bf16"))
+            before = sorted(open_files(server))
+            replace_by_copies(tables, fp4_checkpoint)
+            reload(server, "refused")
+            until(lambda: sorted(n.removesuffix(" (deleted)") for n in open_files(server)) == before)
+            assert client.lookup(PROMPT).stats.reads == 0, "what was served goes on, with its cache"
+            reload(server)
+            assert same(client.lookup(PROMPT).values, truth.values(truth.ids(PROMPT), "bf16"))
+            until(lambda: sorted(open_files(server)) == before)
+        assert server.stop() == 0
+        assert server.log.read_text().count("a reload failed by a fault of the server") == 1
+    assert hot.exists()
+
+
 SLOW_DRAIN = """
 import asyncio
 from engram_server import server

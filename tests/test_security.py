@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -46,7 +46,7 @@ from engram_server.admin import AdminServer, ask
 from engram_server.bearer import Tokens
 from engram_server.certificates import Certificates
 from engram_server.cli import main
-from engram_server.clients import client_name, peer_address
+from engram_server.clients import client_name, peer_address, site_of
 from engram_server.refusals import Refusals
 from engram_server.security import Security, SecurityOptions
 from engram_server.shared_memory import SharedMemoryOptions
@@ -759,6 +759,42 @@ def test_addresses_of_peers(peer: str, address: str) -> None:
     assert peer_address(peer) == address
 
 
+class Call:
+    """As far as a client's name is read from it."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("peers", "name"),
+    [
+        (("ipv6:%5B2001:db8:1:2::5%5D:1", "ipv6:%5B2001:db8:1:2:ffff::%5D:2"), "2001:db8:1:2::/64"),
+        (("ipv6:%5Bfe80::1%25eth0%5D:1", "ipv6:%5Bfe80::2%25eth0%5D:1"), "fe80::/64%eth0"),
+        (("ipv6:%5B::1%5D:1", "ipv6:%5B::1%5D:2"), "::1"),
+        (("ipv6:%5B::ffff:10.0.0.1%5D:1", "ipv4:10.0.0.1:2"), "10.0.0.1"),
+        (("unix:", "unix:/run/engram.sock"), "uds"),
+    ],
+)
+def test_who_has_a_network_of_ipv6_is_one_client_by_all_of_its_addresses(
+    peers: tuple[str, str], name: str
+) -> None:
+    assert [client_name(cast(Any, Call(peer))) for peer in peers] == [name, name]
+
+
+def test_neighbours_are_not_taken_for_one_client() -> None:
+    """The next /64; another link; each machine over IPv4, also where one socket listens for both."""
+    addresses = ("2001:db8::1", "2001:db8:0:1::1", "fe80::1%a", "fe80::1%b", "10.0.0.1", "10.0.0.2")
+    mapped = ("::ffff:10.0.0.1", "::ffff:10.0.0.2")
+    assert len({site_of(address) for address in (*addresses, *mapped)}) == 8
+
+
 # ----------------------------------------------------------------------------------------------- administrator
 
 
@@ -941,15 +977,33 @@ def test_many_addresses_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) ->
     refused = Refusals(lambda: now)
     for _ in range(2):
         for number in range(5000):
-            refused.refused("no_token", f"fd00::{number:x}", "no token")
+            refused.refused("no_token", f"fd00:0:0:{number:x}::1", "no token")
     assert counts(refused)["no_token"] == 10_000
     assert len(caplog.messages) == 1024
     now += 60
-    refused.refused("no_token", "fd00::ffff", "no token")
-    refused.refused("no_token", "fd00::3ff", "no token")
+    refused.refused("no_token", "fd00:0:0:ffff::1", "no token")
+    refused.refused("no_token", "fd00:0:0:3ff::1", "no token")
     assert caplog.messages[1024:] == [
-        "refused (no_token) fd00::ffff: no token",
-        "refused (no_token) fd00::3ff: no token (1 more since the last such line)",
+        "refused (no_token) fd00:0:0:ffff::1: no token",
+        "refused (no_token) fd00:0:0:3ff::1: no token (1 more of fd00:0:0:3ff::/64 since the last such line)",
+    ]
+
+
+def test_addresses_of_one_network_are_one_line_that_names_the_one_that_came(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 100.0
+    refused = Refusals(lambda: now)
+    for number in range(2000):
+        refused.refused("wrong_token", f"2001:db8::{number:x}", "no such token")
+    refused.refused("wrong_token", "2001:db8:0:1::1", "no such token")
+    now += 60
+    refused.refused("wrong_token", "2001:db8::ffff", "no such token")
+    assert counts(refused)["wrong_token"] == 2002
+    assert caplog.messages == [
+        "refused (wrong_token) 2001:db8::0: no such token",
+        "refused (wrong_token) 2001:db8:0:1::1: no such token",
+        "refused (wrong_token) 2001:db8::ffff: no such token (1999 more of 2001:db8::/64 since the last such line)",
     ]
 
 

@@ -74,8 +74,8 @@ class _Bearing:
 
 
 def _bearing(method: Any, bearer: Bearer) -> Any:
-    def call(request: Any, timeout: float | None = None) -> Any:
-        return method(request, timeout=timeout, metadata=bearer.metadata())
+    def call(request: Any, timeout: float | None = None, wait_for_ready: bool | None = None) -> Any:
+        return method(request, timeout=timeout, metadata=bearer.metadata(), wait_for_ready=wait_for_ready)
 
     return call
 

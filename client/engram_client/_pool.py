@@ -32,6 +32,9 @@ from engram_client._shared import Attachment, NoRoomError, SharedChannel, Shared
 
 T = TypeVar("T")
 
+_REVIVE_S = 60.0
+"""How long a server is waited for after a call has failed, calls or none: reconnecting for ever helps nobody."""
+
 
 class ChunkCall(Protocol):
     """A stream call of gRPC, as far as it is used here."""
@@ -61,6 +64,7 @@ class Connection:
         self._channel = open_channel(target, channel_options(limits, timeouts), credentials)
         self._stub = stub(self._channel, credentials.bearer(target))
         self._description: Description | None = None
+        self._reviving = threading.Lock()
 
     def describe(self, attempts: Attempts) -> Description:
         """Ask, now. Raises UnavailableError when the server does not answer within Timeouts.connect_s."""
@@ -80,8 +84,20 @@ class Connection:
         return self._description or self.describe(attempts)
 
     def forget(self) -> None:
-        """Ask again before the next lookup: the server may be another one."""
+        """The server is unavailable. Ask again before the next lookup: it may be another one."""
         self._description = None
+        if self._reviving.acquire(blocking=False):
+            threading.Thread(target=self._revive, name="engram-revive", daemon=True).start()
+
+    def _revive(self) -> None:
+        """Wait for the server. gRPC looks at a channel's sockets while somebody waits for a call, and else every five
+        seconds, which is as long as it gives an attempt to connect; lookups do not wait for a server that is gone."""
+        try:
+            self._stub.Describe(pb.DescribeRequest(), timeout=_REVIVE_S, wait_for_ready=True)
+        except (grpc.RpcError, ValueError):  # the latter is gRPC's, when the channel was closed meanwhile
+            pass
+        finally:
+            self._reviving.release()
 
     def lives(self, at_most_s: float) -> bool:
         """Whether the server says so within that time."""

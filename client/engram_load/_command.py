@@ -30,7 +30,7 @@ from engram_load._run import Closed, Open, Plan, Recorded, Run, Stream
 from engram_load._summary import summary
 from engram_load._sweep import Objective, Sweep, Swept, parse_objective, parse_sweep, run_sweep
 from engram_load._target import Source, Target, transport_of
-from engram_server.credentials import credentials_of
+from engram_server.credentials import credentials_of, refuse_credentials
 from engram_server.lookup_command import tokenizer_of
 from engram_server.memory import MemoryOptions
 from engram_server.sizes import parse_size
@@ -234,9 +234,12 @@ def _target(options: argparse.Namespace) -> Target:
     given = {name: getattr(options, name) for name in _EMBEDDED if getattr(options, name) is not None}
     given["cache_bytes"] = parse_size(given.get("cache_bytes", "0"))
     memory = MemoryOptions(tokenizer=options.tokenizer, **given)
+    transport = transport_of(options.target)
+    if transport == "embedded":
+        refuse_credentials(options, options.target)
     return Target(
         options.target,
-        transport_of(options.target),
+        transport,
         memory,
         options.format,
         options.timeout,

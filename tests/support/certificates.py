@@ -10,6 +10,7 @@ from engram_client import Tls
 from engram_server.certificates import TlsFiles
 
 YESTERDAY = datetime.now(UTC) - timedelta(days=1)
+NEXT_WEEK = datetime.now(UTC) + timedelta(days=7)
 
 
 @dataclass(frozen=True)

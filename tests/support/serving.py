@@ -103,6 +103,7 @@ def serving(
     security: SecurityOptions | None = None,
     admin: Path | None = None,
     drain_s: float = 5.0,
+    idle_s: float = 3600.0,
     before: str = "",
     **memory: Any,
 ) -> Iterator[ServerProcess]:
@@ -125,6 +126,7 @@ def serving(
         admin=admin,
         spans=spans,
         drain_s=drain_s,
+        idle_s=idle_s,
     )
     server = ServerProcess(options, folder / "server.log", before)
     try:
