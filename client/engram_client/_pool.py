@@ -86,8 +86,12 @@ class Connection:
     def forget(self) -> None:
         """The server is unavailable. Ask again before the next lookup: it may be another one."""
         self._description = None
-        if self._reviving.acquire(blocking=False):
+        if not self._reviving.acquire(blocking=False):
+            return
+        try:
             threading.Thread(target=self._revive, name="engram-revive", daemon=True).start()
+        except RuntimeError:  # no thread is to be had; gRPC finds the server in the end
+            self._reviving.release()
 
     def _revive(self) -> None:
         """Wait for the server. gRPC looks at a channel's sockets while somebody waits for a call, and else every five
