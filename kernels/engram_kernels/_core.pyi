@@ -69,7 +69,7 @@ class NgramHash:
 # ------------------------------------------------------------------------------------- dequant
 
 def simd_levels() -> list[str]:
-    """Levels this CPU can run, best first, e.g. ["avx2", "scalar"]."""
+    """Levels this CPU can run, best first, e.g. ["avx512", "avx2", "scalar"]."""
 
 def convert_rows(
     kind: RowKind,

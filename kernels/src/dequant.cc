@@ -156,22 +156,41 @@ std::string_view simd_name(Simd simd) {
       return "scalar";
     case Simd::avx2:
       return "avx2";
+    case Simd::avx512:
+      return "avx512";
   }
   return "unknown";
 }
 
 std::vector<Simd> supported_simd() {
-  if (has_avx2()) return {Simd::avx2, Simd::scalar};
-  return {Simd::scalar};
+  std::vector<Simd> levels;
+  if (has_avx512()) levels.push_back(Simd::avx512);
+  if (has_avx2()) levels.push_back(Simd::avx2);
+  levels.push_back(Simd::scalar);
+  return levels;
 }
 
-ConvertRow row_converter(RowKind kind, Format format, Simd simd) {
+namespace {
+
+// What a SIMD level has of its own; null = nothing.
+ConvertRow simd_converter(RowKind kind, Format format, Stores stores, Simd simd) {
   const std::vector<Simd> supported = supported_simd();
   if (std::find(supported.begin(), supported.end(), simd) == supported.end()) {
     throw std::invalid_argument("this CPU lacks " + std::string(simd_name(simd)));
   }
-  const ConvertRow fast = simd == Simd::avx2 ? avx2_converter(kind, format) : nullptr;
+  if (simd == Simd::avx512) return avx512_converter(kind, format, stores);
+  return simd == Simd::avx2 ? avx2_converter(kind, format, stores) : nullptr;
+}
+
+}  // namespace
+
+ConvertRow row_converter(RowKind kind, Format format, Simd simd) {
+  const ConvertRow fast = simd_converter(kind, format, Stores::cached, simd);
   return fast != nullptr ? fast : scalar_converter(kind, format);
+}
+
+ConvertRow streaming_converter(RowKind kind, Format format, Simd simd) {
+  return simd_converter(kind, format, Stores::streaming, simd);
 }
 
 }  // namespace engram

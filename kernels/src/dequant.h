@@ -13,7 +13,7 @@
 
 namespace engram {
 
-enum class Simd : std::uint8_t { scalar, avx2 };
+enum class Simd : std::uint8_t { scalar, avx2, avx512 };
 
 std::string_view simd_name(Simd simd);
 
@@ -27,5 +27,11 @@ using ConvertRow = void (*)(const std::byte* packed_row, std::byte* out);
 // The converter for a pair; every pair has one. Format::packed is a copy, as is FP8 to packed FP8.
 // Throws std::invalid_argument when this CPU lacks `simd`. Look it up once, not per row.
 ConvertRow row_converter(RowKind kind, Format format, Simd simd = supported_simd().front());
+
+// The same past the CPU's caches, for more bytes than those could keep: `out` must lie at a
+// multiple of kStreamAlignment, and a store fence must come after the last row. Null where there is
+// none: for copies, packed FP8, and the scalar level.
+inline constexpr std::size_t kStreamAlignment = 16;
+ConvertRow streaming_converter(RowKind kind, Format format, Simd simd = supported_simd().front());
 
 }  // namespace engram

@@ -30,7 +30,8 @@ class RowOutput {
         packed_bytes_(engram::packed_bytes(kind)),
         row_bytes_(output_bytes(kind, format)),
         as_they_are_(format == Format::packed),
-        past_caches_(all_bytes > kCachedBytesMax) {}
+        past_caches_(all_bytes > kCachedBytesMax),
+        stream_(past_caches_ ? streaming_converter(kind, format) : nullptr) {}
 
   std::size_t packed_bytes() const { return packed_bytes_; }
 
@@ -39,8 +40,10 @@ class RowOutput {
     if (as_they_are_) {
       copy(from, rows * packed_bytes_, out);
     } else {
+      const bool aligned = reinterpret_cast<std::uintptr_t>(out) % kStreamAlignment == 0;
+      const ConvertRow convert = stream_ != nullptr && aligned ? stream_ : convert_;
       for (std::size_t r = 0; r < rows; ++r) {
-        convert_(from + r * packed_bytes_, out + r * row_bytes_);
+        convert(from + r * packed_bytes_, out + r * row_bytes_);
       }
     }
     return out + rows * row_bytes_;
@@ -83,6 +86,7 @@ class RowOutput {
   std::size_t row_bytes_;
   bool as_they_are_;
   bool past_caches_;
+  ConvertRow stream_;  // null: convert_ it is
 };
 
 }  // namespace engram

@@ -81,6 +81,39 @@ TEST_CASE("a row may lie at any address") {
   }
 }
 
+TEST_CASE("a streaming converter writes what the ordinary one does") {
+  std::size_t levels = 0;
+  for (const RowKind kind : kKinds) {
+    for (const Format format : kFormats) {
+      for (const Simd simd : supported_simd()) {
+        const ConvertRow stream = streaming_converter(kind, format, simd);
+        const bool wide = format == Format::bf16 || format == Format::fp32;
+        CHECK((stream != nullptr) == (wide && simd != Simd::scalar));
+        if (stream == nullptr) continue;
+        ++levels;
+        std::size_t different = 0;
+        const std::size_t bytes = output_bytes(kind, format);
+        for (std::size_t scale = 0; scale < 256; ++scale) {
+          for (std::size_t first = 0; first < 256; first += 16) {
+            const Row row = counting_row(kind, first, scale);
+            // Ends where the allocation does, at every multiple of 16 beside a cache line.
+            const std::size_t at = first % 64;
+            Row out(at + bytes, std::byte{0xA5});
+            REQUIRE(reinterpret_cast<std::uintptr_t>(out.data()) % kStreamAlignment == 0);
+            stream(row.data(), out.data() + at);
+            Row expected(at, std::byte{0xA5});
+            const Row scalar = converted(kind, format, Simd::scalar, row);
+            expected.insert(expected.end(), scalar.begin(), scalar.end());
+            different += out != expected;
+          }
+        }
+        CHECK(different == 0);
+      }
+    }
+  }
+  CHECK(levels == 4 * (supported_simd().size() - 1));
+}
+
 TEST_CASE("values are those of the format's definition") {
   constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   const Row row = counting_row(RowKind::fp4, 0, 124);
