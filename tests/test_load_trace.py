@@ -1,11 +1,13 @@
 """Traces: what a server records, what is sent again, what a cache would have made of it, and which reads it cost."""
 
+import asyncio
 import errno
 import json
 import os
 import stat
 import struct
 import subprocess
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,6 +198,64 @@ def test_what_does_not_fit_is_counted_and_left_out(
     trace = Trace(file)
     assert len(list(trace.entries())) == len(lookups)
     assert trace.missing == missing
+
+
+class Channel:
+    """In place of shared memory: what the recorder finds there."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.answered = True
+
+    def note_requests(self, pending_bytes: int) -> None:
+        pass
+
+    def take_requests(self) -> tuple[list[Any], int]:
+        """One lookup more, every time, that was not kept."""
+        self.looks += 1
+        self.answered &= self.may_answer.wait(20)
+        return [], 1
+
+
+def follow(file: Path, channel: Channel, script: Any, **options: Any) -> None:
+    """Run `script` while lookups of a channel are recorded."""
+
+    async def run() -> None:
+        opened = await recorder.Recorder.open(RecordOptions(file, **options), pb.DescribeReply())
+        opened.follow(channel)  # type: ignore[arg-type]
+        await script()
+        await opened.close()
+
+    asyncio.run(run())
+
+
+def test_a_trace_that_is_full_does_not_grow_on(tmp_path: Path) -> None:
+    file, channel = tmp_path / "full.trace", Channel()
+
+    async def look() -> None:
+        while channel.looks < 3:
+            await asyncio.sleep(0.01)
+        assert not plainly(file)[1]
+
+    follow(file, channel, look, file_bytes=1)
+    [(kind, _, _, body)] = plainly(file)[1]
+    assert (kind, *struct.unpack("<Q", body)) == (2, channel.looks)
+
+
+def test_what_piled_up_in_shared_memory_does_not_hold_up_the_server(tmp_path: Path) -> None:
+    """A stalled disk lets a hundred thousand lookups wait, and then they are fetched."""
+    channel = Channel()
+    channel.may_answer.clear()
+
+    async def go_on() -> None:
+        while not channel.looks:
+            await asyncio.sleep(0.01)
+        channel.may_answer.set()
+
+    follow(tmp_path / "piled.trace", channel, go_on)
+    assert channel.answered
 
 
 @pytest.mark.parametrize("shared_memory", ["off", "require"])
