@@ -260,7 +260,7 @@ def _put_blocks(kept: pb.LookupRequest, ids: Iterable[tuple[int, NDArray[np.int6
 
 def _packed(ids: NDArray[np.int64]) -> tuple[bytes, int]:
     """Ids as the wire has them, and the bytes of one."""
-    wide = ids.size > 0 and int(ids.max()) >= 2**31
+    wide = ids.size > 0 and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
     return np.ascontiguousarray(ids, dtype="<i8" if wide else "<i4").tobytes(), 8 if wide else 4
 
 

@@ -258,6 +258,20 @@ def test_what_piled_up_in_shared_memory_does_not_hold_up_the_server(tmp_path: Pa
     assert channel.answered
 
 
+@pytest.mark.parametrize("far", [-(1 << 40), 1 << 40])
+def test_ids_outside_the_columns_stay_what_they_are(fp4_checkpoint: Path, tmp_path: Path, far: int) -> None:
+    """They tell row groups apart, and may be anything."""
+    ids = np.full((2, 24), far, dtype=np.int64)
+    ids[:, :4] = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    file = tmp_path / "far.trace"
+    with serving(fp4_checkpoint, tmp_path, record=RecordOptions(file)) as server:
+        with EngramClient(server.targets[0], shared_memory="require") as client:
+            client.lookup_blocks({1: ids}, columns=(0, 4))
+        assert server.stop() == 0
+    [entry] = Trace(file).entries()
+    assert ids_in(entry.request.blocks.layers[0]) == ids.ravel().tolist()
+
+
 @pytest.mark.parametrize("shared_memory", ["off", "require"])
 def test_keys_that_wait_are_bounded(fp4_checkpoint: Path, tmp_path: Path, shared_memory: Any) -> None:
     file = tmp_path / "bounded.trace"
