@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.faulty_fs import faulty_fs
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth
+from test_metrics import Scrape
 
 from engram_client import EngramClient, EngramError, EngramMemory
 from engram_client._proto import engram_pb2 as pb
@@ -270,6 +273,46 @@ def test_ids_outside_the_columns_stay_what_they_are(fp4_checkpoint: Path, tmp_pa
         assert server.stop() == 0
     [entry] = Trace(file).entries()
     assert ids_in(entry.request.blocks.layers[0]) == ids.ravel().tolist()
+
+
+def test_who_waits_for_his_turn_is_noted_when_it_comes(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """As over gRPC: a replay would take him for one that was held up by the server that it tries."""
+    file = tmp_path / "turns.trace"
+    with (
+        faulty_fs(fp4_checkpoint, tmp_path / "mnt", tmp_path / "control.json", threads=True) as faults,
+        serving(
+            tmp_path / "mnt",
+            tmp_path,
+            record=RecordOptions(file),
+            metrics="127.0.0.1:0",
+            limits={"pending_rows": 8 * 48 * 10, "request_rows": 48 * 10},
+            cache_bytes=0,
+            io_depth=4,
+            scales="memory",
+        ) as server,
+        EngramClient(server.targets[0], shared_memory="require") as client,
+        EngramClient(server.targets[0], shared_memory="off") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        until(lambda: "scales are in memory" in (tmp_path / "server.log").read_text())
+        faults.set("hold")
+        ours = client.in_place()
+        first = ours.lookup(TEXT[:8], format="packed")
+        second = ours.lookup(TEXT[8:16], format="packed")  # more than its share, with the first
+        try:
+            until(lambda: Scrape(server).sum("engram_admitted_rows") == 8 * 48)
+            third = pool.submit(other.lookup, TEXT[16:18])
+            until(lambda: Scrape(server).sum("engram_admitted_rows") == 10 * 48)
+        finally:
+            faults.clear()
+        for rows in (first, second):
+            with rows:
+                pass
+        third.result(60)
+        assert server.stop() == 0
+    entries = sorted(Trace(file).entries(), key=lambda entry: entry.ns)
+    asked = [entry.request.tokens.sequences[0].tokens for entry in entries]
+    assert asked == [TEXT[:8].tobytes(), TEXT[16:18].tobytes(), TEXT[8:16].tobytes()]
 
 
 @pytest.mark.parametrize("shared_memory", ["off", "require"])
