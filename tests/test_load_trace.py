@@ -26,6 +26,7 @@ from test_metrics import Scrape
 
 from engram_client import EngramClient, EngramError, EngramMemory
 from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
 from engram_load import cli
 from engram_load._analyze import stack_distances
 from engram_server import recorder
@@ -259,6 +260,33 @@ def test_what_piled_up_in_shared_memory_does_not_hold_up_the_server(tmp_path: Pa
 
     follow(tmp_path / "piled.trace", channel, go_on)
     assert channel.answered
+
+
+def test_sequences_without_tokens_take_room_as_well(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """Else a client could let so many wait that a server takes minutes to write them, and to end."""
+    file = tmp_path / "empty.trace"
+    with serving(fp4_checkpoint, tmp_path, record=RecordOptions(file, pending_bytes=1 << 20)) as server:
+        with EngramClient(server.targets[0], shared_memory="off") as client:
+            socket = client.describe().shared_memory.socket
+        attached = _core.ShmClient(socket, 1 << 20, 30.0)
+        for count in (1_000, 10_000):
+            ticket = attached.submit(
+                kind=1,
+                keys=[np.zeros(2 * count, dtype="<u4")],
+                positions=0,
+                sequences=count,
+                format=_core.Format.BF16,
+                payload_bytes=0,
+            )
+            assert ticket is not None
+            assert ticket.wait(20)
+            assert ticket.answer[0] == 0
+            del ticket
+        attached.close()
+        assert server.stop() == 0
+    trace = Trace(file)
+    assert [len(entry.request.tokens.sequences) for entry in trace.entries()] == [1_000]
+    assert trace.missing == 1
 
 
 @pytest.mark.parametrize("far", [-(1 << 40), 1 << 40])
