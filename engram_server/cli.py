@@ -138,7 +138,7 @@ def _serve(serving: Configurable, options: argparse.Namespace) -> int:
     record = None
     if options.record is not None:
         record = RecordOptions(options.record, options.record_what, options.record_bytes)
-    # Modules stay for good. Looking through them for garbage would stop all lookups for 15 to 30 ms at a time.
+    # Modules stay for good. Looking through them for garbage would stop all of gRPC for 15 to 30 ms at a time.
     gc.collect()
     gc.freeze()
     return serve(

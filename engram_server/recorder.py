@@ -81,14 +81,13 @@ class Recorder:
         self._pending_bytes = 0
         self._file_bytes = file_bytes
         self._missing = 0
+        self._told = 0
+        """Of the missing lookups, those that gaps in the trace tell of."""
         self._channel: SharedMemoryChannel | None = None
         self._wake = asyncio.Event()
         self._closing = False
         self._failed = False
-        self.seen = 0
-        """Lookups that were planned."""
-        self.written = 0
-        """Those of them that are in the trace."""
+        self._written = 0
         self._task = asyncio.create_task(self._run())
 
     @classmethod
@@ -116,9 +115,8 @@ class Recorder:
 
     def note(self, message: pb.LookupRequest, request: Request, lane: _core.Lane, at_ns: int) -> None:
         """A lookup was planned that came at a moment of time.monotonic_ns. Takes microseconds, whatever its size."""
-        self.seen += 1
         size = self._size(message, request) + _NOTED_BYTES
-        if self._pending_bytes + size > self._options.pending_bytes or self._over():
+        if self._pending_bytes + size > self._options.pending_bytes or self._over() or self._closing:
             self._missing += 1
             return
         self._pending_bytes += size
@@ -143,7 +141,8 @@ class Recorder:
         self._wake.set()
         await self._task
         self._executor.shutdown()
-        log.info("%s: %d of %d lookups recorded", self._options.path, self.written, self.seen)
+        seen = self._written + self._missing
+        log.info("%s: %d of %d lookups recorded", self._options.path, self._written, seen)
 
     def _size(self, message: pb.LookupRequest, request: Request) -> int:
         if self._options.what == "requests":
@@ -152,7 +151,7 @@ class Recorder:
 
     def _over(self) -> bool:
         """Whether the trace takes no more lookups."""
-        return self._failed or self._closing or self._file_bytes >= self._options.file_bytes
+        return self._failed or self._file_bytes >= self._options.file_bytes
 
     async def _run(self) -> None:
         try:
@@ -170,47 +169,47 @@ class Recorder:
 
     async def _write_noted(self) -> None:
         noted, self._noted = self._noted, []
-        missing, self._missing = self._missing, 0
         taken = self._pending_bytes
+        lookups = len(noted)
         loop = asyncio.get_running_loop()
         try:
-            if self._channel is not None:
-                missing += self._take_over(self._channel, noted)
-            if self._failed or not (noted or missing):
-                return
-            noted.sort(key=lambda one: one.at_ns)
-            data = await loop.run_in_executor(self._executor, self._bytes, noted, missing)
-            self._file_bytes += await self._file.write(data)
-            await self._file.flush()
+            data, lookups, missing = await loop.run_in_executor(self._executor, self._entries, noted)
+            self._missing += missing
+            # Of a trace that is full but one, at its end: else it would grow on.
+            gap = 0 if self._over() and not self._closing else self._missing - self._told
+            if gap:
+                data += gap_bytes(time.monotonic_ns() - self._began_ns, gap)
+            if data and not self._failed:
+                self._file_bytes += await self._file.write(data)
+                await self._file.flush()
+                self._told += gap
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) else repr(error)
             log.error("recording to %s ends here: %s", self._options.path, reason)
             self._failed = True
+            self._missing += lookups
         else:
-            self.written += len(noted)
+            self._written += lookups
         self._pending_bytes -= taken
 
-    def _take_over(self, channel: SharedMemoryChannel, noted: list[_Noted]) -> int:
-        """Put what the channel noted behind `noted`; returns how many are missing."""
-        requests, missing = channel.take_requests()
-        self.seen += len(requests) + missing
-        if self._failed or self._file_bytes >= self._options.file_bytes:
-            return missing + len(requests)
-        rows = self._options.what == "rows"
-        noted += (
-            _Noted(request.at_ns, request.lane, partial(_of_shared_memory, request, rows))
-            for request in requests
-        )
-        return missing
-
-    def _bytes(self, noted: list[_Noted], missing: int) -> bytes:
-        """In the thread."""
-        parts = [
-            lookup_bytes(max(0, one.at_ns - self._began_ns), _LANES[one.lane], one.kept()) for one in noted
-        ]
-        if missing:
-            parts.append(gap_bytes(time.monotonic_ns() - self._began_ns, missing))
-        return b"".join(parts)
+    def _entries(self, noted: list[_Noted]) -> tuple[bytearray, int, int]:
+        """In the thread, since it may take as long as a stalled disk lets things pile up: what was noted on either
+        way, as the trace has it; how many lookups that is, and how many more are missing."""
+        missing = 0
+        if self._channel is not None:
+            requests, missing = self._channel.take_requests()
+            rows = self._options.what == "rows"
+            noted = noted + [
+                _Noted(request.at_ns, request.lane, partial(_of_shared_memory, request, rows))
+                for request in requests
+            ]
+        if self._over():
+            return bytearray(), 0, missing + len(noted)
+        noted.sort(key=lambda one: one.at_ns)
+        data = bytearray()
+        for one in noted:
+            data += lookup_bytes(max(0, one.at_ns - self._began_ns), _LANES[one.lane], one.kept())
+        return data, len(noted), missing
 
 
 # ------------------------------------------------------------------------------------------- what is kept
@@ -261,7 +260,7 @@ def _put_blocks(kept: pb.LookupRequest, ids: Iterable[tuple[int, NDArray[np.int6
 
 def _packed(ids: NDArray[np.int64]) -> tuple[bytes, int]:
     """Ids as the wire has them, and the bytes of one."""
-    wide = ids.size > 0 and int(ids.max()) >= 2**31
+    wide = ids.size > 0 and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
     return np.ascontiguousarray(ids, dtype="<i8" if wide else "<i4").tobytes(), 8 if wide else 4
 
 

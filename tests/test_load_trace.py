@@ -1,13 +1,16 @@
 """Traces: what a server records, what is sent again, what a cache would have made of it, and which reads it cost."""
 
+import asyncio
 import errno
 import json
 import os
 import stat
 import struct
 import subprocess
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.faulty_fs import faulty_fs
 from support.serving import ServerProcess, serving, until
 from support.truth import Truth
+from test_metrics import Scrape
 
 from engram_client import EngramClient, EngramError, EngramMemory
 from engram_client._proto import engram_pb2 as pb
+from engram_kernels import _core
 from engram_load import cli
 from engram_load._analyze import stack_distances
 from engram_server import recorder
@@ -196,6 +202,145 @@ def test_what_does_not_fit_is_counted_and_left_out(
     trace = Trace(file)
     assert len(list(trace.entries())) == len(lookups)
     assert trace.missing == missing
+
+
+class Channel:
+    """In place of shared memory: what the recorder finds there."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.answered = True
+
+    def note_requests(self, pending_bytes: int) -> None:
+        pass
+
+    def take_requests(self) -> tuple[list[Any], int]:
+        """One lookup more, every time, that was not kept."""
+        self.looks += 1
+        self.answered &= self.may_answer.wait(20)
+        return [], 1
+
+
+def follow(file: Path, channel: Channel, script: Any, **options: Any) -> None:
+    """Run `script` while lookups of a channel are recorded."""
+
+    async def run() -> None:
+        opened = await recorder.Recorder.open(RecordOptions(file, **options), pb.DescribeReply())
+        opened.follow(channel)  # type: ignore[arg-type]
+        await script()
+        await opened.close()
+
+    asyncio.run(run())
+
+
+def test_a_trace_that_is_full_does_not_grow_on(tmp_path: Path) -> None:
+    file, channel = tmp_path / "full.trace", Channel()
+
+    async def look() -> None:
+        while channel.looks < 3:
+            await asyncio.sleep(0.01)
+        assert not plainly(file)[1]
+
+    follow(file, channel, look, file_bytes=1)
+    [(kind, _, _, body)] = plainly(file)[1]
+    assert (kind, *struct.unpack("<Q", body)) == (2, channel.looks)
+
+
+def test_what_piled_up_in_shared_memory_does_not_hold_up_the_server(tmp_path: Path) -> None:
+    """A stalled disk lets a hundred thousand lookups wait, and then they are fetched."""
+    channel = Channel()
+    channel.may_answer.clear()
+
+    async def go_on() -> None:
+        while not channel.looks:
+            await asyncio.sleep(0.01)
+        channel.may_answer.set()
+
+    follow(tmp_path / "piled.trace", channel, go_on)
+    assert channel.answered
+
+
+def test_sequences_without_tokens_take_room_as_well(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """Else a client could let so many wait that a server takes minutes to write them, and to end."""
+    file = tmp_path / "empty.trace"
+    with serving(fp4_checkpoint, tmp_path, record=RecordOptions(file, pending_bytes=1 << 20)) as server:
+        with EngramClient(server.targets[0], shared_memory="off") as client:
+            socket = client.describe().shared_memory.socket
+        attached = _core.ShmClient(socket, 1 << 20, 30.0)
+        for count in (1_000, 10_000):
+            ticket = attached.submit(
+                kind=1,
+                keys=[np.zeros(2 * count, dtype="<u4")],
+                positions=0,
+                sequences=count,
+                format=_core.Format.BF16,
+                payload_bytes=0,
+            )
+            assert ticket is not None
+            assert ticket.wait(20)
+            assert ticket.answer[0] == 0
+            del ticket
+        attached.close()
+        assert server.stop() == 0
+    trace = Trace(file)
+    assert [len(entry.request.tokens.sequences) for entry in trace.entries()] == [1_000]
+    assert trace.missing == 1
+
+
+@pytest.mark.parametrize("far", [-(1 << 40), 1 << 40])
+def test_ids_outside_the_columns_stay_what_they_are(fp4_checkpoint: Path, tmp_path: Path, far: int) -> None:
+    """They tell row groups apart, and may be anything."""
+    ids = np.full((2, 24), far, dtype=np.int64)
+    ids[:, :4] = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    file = tmp_path / "far.trace"
+    with serving(fp4_checkpoint, tmp_path, record=RecordOptions(file)) as server:
+        with EngramClient(server.targets[0], shared_memory="require") as client:
+            client.lookup_blocks({1: ids}, columns=(0, 4))
+        assert server.stop() == 0
+    [entry] = Trace(file).entries()
+    assert ids_in(entry.request.blocks.layers[0]) == ids.ravel().tolist()
+
+
+def test_who_waits_for_his_turn_is_noted_when_it_comes(fp4_checkpoint: Path, tmp_path: Path) -> None:
+    """As over gRPC: a replay would take him for one that was held up by the server that it tries."""
+    file = tmp_path / "turns.trace"
+    with (
+        faulty_fs(fp4_checkpoint, tmp_path / "mnt", tmp_path / "control.json", threads=True) as faults,
+        serving(
+            tmp_path / "mnt",
+            tmp_path,
+            record=RecordOptions(file),
+            metrics="127.0.0.1:0",
+            limits={"pending_rows": 8 * 48 * 10, "request_rows": 48 * 10},
+            cache_bytes=0,
+            io_depth=4,
+            scales="memory",
+        ) as server,
+        EngramClient(server.targets[0], shared_memory="require") as client,
+        EngramClient(server.targets[0], shared_memory="off") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        until(lambda: "scales are in memory" in (tmp_path / "server.log").read_text())
+        faults.set("hold")
+        ours = client.in_place()
+        first = ours.lookup(TEXT[:8], format="packed")
+        second = ours.lookup(TEXT[8:16], format="packed")  # more than its share, with the first
+        try:
+            until(lambda: Scrape(server).sum("engram_admitted_rows") == 8 * 48)
+            third = pool.submit(other.lookup, TEXT[16:18])
+            until(lambda: Scrape(server).sum("engram_admitted_rows") == 10 * 48)
+        finally:
+            faults.clear()
+        for rows in (first, second):
+            with rows:
+                pass
+        third.result(60)
+        assert server.stop() == 0
+    entries = sorted(Trace(file).entries(), key=lambda entry: entry.ns)
+    asked = [entry.request.tokens.sequences[0].tokens for entry in entries]
+    assert asked == [TEXT[:8].tobytes(), TEXT[16:18].tobytes(), TEXT[8:16].tobytes()]
 
 
 @pytest.mark.parametrize("shared_memory", ["off", "require"])

@@ -371,14 +371,17 @@ def test_a_reply_that_nobody_takes_keeps_its_tables_and_there_is_no_third(
         assert server.stop() == 0
 
 
-def test_the_hot_set_and_the_trace_go_on(tables: Path, tmp_path: Path, truth: Truth) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_the_hot_set_and_the_trace_go_on(
+    tables: Path, tmp_path: Path, truth: Truth, shared_memory: Any
+) -> None:
     folder = tmp_path / "server"
     folder.mkdir()
     trace = tmp_path / "lookups.trace"
     with serving(
         tables, folder, metrics="127.0.0.1:0", hot_set=tmp_path / "hot.set", record=RecordOptions(trace)
     ) as server:
-        with EngramClient(server.targets[0]) as client:
+        with EngramClient(server.targets[0], shared_memory=shared_memory) as client:
             cold = client.lookup(PROMPT)
             until(lambda: "there is no hot set" in server.log.read_text())
             reopen(server, tables)
@@ -392,14 +395,15 @@ def test_the_hot_set_and_the_trace_go_on(tables: Path, tmp_path: Path, truth: Tr
     assert len([entry for entry in Trace(trace).entries() if entry.request is not None]) == 2
 
 
-def test_a_trace_ends_where_other_tables_begin(tables: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_a_trace_ends_where_other_tables_begin(tables: Path, tmp_path: Path, shared_memory: Any) -> None:
     folder = tmp_path / "server"
     folder.mkdir()
     other = synthesise(tmp_path / "other", 2000, "fp4", seed=5).path
     trace = tmp_path / "lookups.trace"
     with serving(tables, folder, metrics="127.0.0.1:0", record=RecordOptions(trace)) as server:
         for _ in range(2):
-            with EngramClient(server.targets[0]) as client:
+            with EngramClient(server.targets[0], shared_memory=shared_memory) as client:
                 client.lookup(PROMPT)
             replace_by_copies(tables, other)
             reload(server)

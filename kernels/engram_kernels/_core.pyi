@@ -488,7 +488,7 @@ class ShmRequest:
 
     @property
     def at_ns(self) -> int:
-        """When it was taken off the ring, as time.monotonic_ns tells it."""
+        """When it was let in, as time.monotonic_ns tells it."""
     @property
     def lane(self) -> Lane: ...
     @property

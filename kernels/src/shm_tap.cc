@@ -8,6 +8,8 @@ namespace {
 
 // What a request takes beside its keys, about.
 constexpr std::uint64_t kNotedBytes = 512;
+// The same of a sequence, which may be empty: what a recorder makes of it.
+constexpr std::uint64_t kSequenceBytes = 256;
 
 }  // namespace
 
@@ -15,7 +17,8 @@ void Tap::note(std::int64_t at_ns, Lane lane, const Entry& entry,
                const std::shared_ptr<const Request>& request) noexcept {
   const std::uint64_t allowed = allowed_bytes_.load();
   if (allowed == 0) return;
-  const std::uint64_t bytes = kNotedBytes + request->held_bytes();
+  const std::uint64_t bytes =
+      kNotedBytes + kSequenceBytes * entry.sequences + request->held_bytes();
   bool kept = false;
   const bool fits = waiting_bytes_->fetch_add(bytes) + bytes <= allowed;
   const std::lock_guard lock(mutex_);

@@ -15,7 +15,7 @@ namespace engram::shm {
 class Tap {
  public:
   struct Noted {
-    std::int64_t at_ns = 0;  // of CLOCK_MONOTONIC: when it was taken off the ring
+    std::int64_t at_ns = 0;  // of CLOCK_MONOTONIC: when it was let in, as gRPC's are noted
     Lane lane{};
     Entry entry{};
     std::shared_ptr<const Request> request{};

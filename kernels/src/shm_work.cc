@@ -105,8 +105,9 @@ Work::Step Work::start() {
   const std::uint64_t share = scope_.limits.admission.rows / kClientShare;
   if (scope_.held_rows != 0 && scope_.held_rows + rows_ > share) return Step::waits;
   if (!admit()) return Step::waits;
+  const std::int64_t let_in_ns = now_ns();
   request_ = std::make_shared<const Request>(read_request(*served_, entry_, scope_.data));
-  scope_.totals.tap.note(began_ns_, lane_, entry_, request_);
+  scope_.totals.tap.note(let_in_ns, lane_, entry_, request_);
   const std::uint64_t per_position = std::max<std::uint64_t>(1, block_bytes(1));
   block_positions_ = static_cast<std::size_t>(
       std::max<std::uint64_t>(1, scope_.limits.block_bytes / per_position));
