@@ -45,6 +45,7 @@ EngineShared::EngineShared(Reader& reader, std::vector<Table> given, std::uint64
     : reader(reader),
       tables(std::move(given)),
       budget_bytes(budget_bytes),
+      failed_files(reader.files().size()),
       event_fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (event_fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   if (cache_bytes >= RowCache::bytes_min(tables.row_bytes_max())) {
@@ -187,6 +188,9 @@ void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) 
   if (error != 0) {
     TableState& state = shared_->tables[groups_[miss.group].key.table];
     state.failed[miss.copy].store(true, std::memory_order_relaxed);
+    if (state.failed.size() > 1) {
+      shared_->failed_files[read.file].store(true, std::memory_order_relaxed);
+    }
     miss.fail(static_cast<RowMask>(1u << row), error);
   }
   if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;

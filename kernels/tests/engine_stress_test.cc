@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <deque>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -485,6 +486,24 @@ TEST_CASE("a row is read from every copy before it cannot be read") {
     if (lost) CHECK(batch->failure()->error == kErrorTruncated);
     CHECK(batch->stats().reads == (lost ? 4 : 2));  // codes and scales, of both copies
   }
+}
+
+TEST_CASE("the file that failed is named, not another of its copy") {
+  const TestTables tables(false);
+  const auto reader = std::make_shared<Reader>(tables.paths(), ReaderOptions{.backend = "pread"});
+  Table table = tables.tables()[kTwoCopies - 1];
+  table.copies[0].planes.scales = table.copies[1].planes.scales;  // of another file
+  table.copies[1] = tables.tables()[kTwoCopies - 1].copies[0];
+  Engine engine(reader, {table}, kTightBytes, 0);
+  CHECK(engine.failed_files().empty());
+  const std::string& cut = tables.paths()[1];
+  std::filesystem::resize_file(cut, std::filesystem::file_size(cut) - 8);
+  const std::int64_t id = TestTables::kRows - 1;
+  const LayerKeys keys{.layer = kTwoCopies, .ids = &id, .position_stride = 1, .column_stride = 1};
+  const auto batch = engine.submit({keys}, {.positions = 1, .columns = {0, 1, 1}});
+  while (!batch->wait(1000)) continue;
+  CHECK(!batch->failure());
+  CHECK(engine.failed_files() == std::vector<std::uint32_t>{1});
 }
 
 }  // namespace
