@@ -1,5 +1,7 @@
 """A server whose tables lie on two drives, of which one, then the other, begins to fail under load."""
 
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from test_metrics import Scrape
 from engram_client import DataLossError, EngramClient, EngramError
 from engram_client._query import Lane
 from engram_server.cli import main
+from engram_server.tables.store import open_store
 
 SHARED = ["off", "require"]
 
@@ -122,6 +125,51 @@ def test_no_lookup_fails_while_one_drive_has_the_rows(
             found = client.lookup_rows(1, [7], format="packed")
             assert same(found.values, truth.rows(1, [7], "packed"))
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("shared", SHARED, ids=["gRPC", "shared memory"])
+def test_a_damaged_record_ends_health_only_when_no_copy_has_its_row(
+    truth: Truth, store: Path, tmp_path: Path, shared: str
+) -> None:
+    layer = next(table for table in open_store(store).tables if table.layer == 14)
+    copies = [tmp_path / name / store.name for name in ("a", "b")]
+    with ExitStack() as stack:
+        paths = []
+        for copy in copies:  # through a file system without times: nobody sees the file change
+            copy.parent.mkdir()
+            shutil.copy(store, copy)
+            mounted = tmp_path / f"drive-{copy.parent.name}"
+            stack.enter_context(faulty_fs(copy.parent, mounted, mounted.with_suffix(".json"), threads=True))
+            paths.append(mounted / store.name)
+        server = stack.enter_context(
+            serving(
+                paths[0],
+                tmp_path,
+                uds=tmp_path / "socket",
+                metrics="127.0.0.1:0",
+                cache_bytes=0,
+                replicas=(paths[1],),
+            )
+        )
+        client = stack.enter_context(EngramClient(server.targets[1], shared_memory=shared))
+
+        def damage(copy: Path) -> None:
+            with copy.open("r+b") as file:
+                file.seek(layer.offset + 5 * 140)
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte[0] ^ 1]))
+
+        damage(copies[0])
+        found = client.lookup_rows(14, [5, 6], format="packed")
+        assert same(found.values, truth.rows(14, [5, 6], "packed"))
+        until(lambda: said(server, paths[0].parent))
+        assert Scrape(server).sum("engram_read_errors_total", kind="checksum") == 1
+        assert Scrape(server).sum("engram_ready") == 1
+        damage(copies[1])
+        with pytest.raises(DataLossError, match="layer 14, row 5 could not be read: its checksum"):
+            client.lookup_rows(14, [5, 6])
+        until(lambda: Scrape(server).sum("engram_ready") == 0)
 
 
 def said(server: ServerProcess, folder: Path) -> list[str]:
