@@ -45,6 +45,7 @@ EngineShared::EngineShared(Reader& reader, std::vector<Table> given, std::uint64
     : reader(reader),
       tables(std::move(given)),
       budget_bytes(budget_bytes),
+      failed_files(reader.files().size()),
       event_fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (event_fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   if (cache_bytes >= RowCache::bytes_min(tables.row_bytes_max())) {
@@ -187,29 +188,51 @@ void Batch::ended(const Read& read, std::int32_t error, const std::byte* bytes) 
   if (error != 0) {
     TableState& state = shared_->tables[groups_[miss.group].key.table];
     state.failed[miss.copy].store(true, std::memory_order_relaxed);
+    if (state.failed.size() > 1) {
+      shared_->failed_files[read.file].store(true, std::memory_order_relaxed);
+    }
     miss.fail(static_cast<RowMask>(1u << row), error);
   }
   if (miss.reads_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (!read_again(miss)) miss_ended(miss);
 }
 
-// Rows of a miss that could not be read, from another copy. Ends itself.
+// Rows of a miss that one copy could not give, from the next; not begun, they can be given up or
+// taken over like any. A part of the batch while it is in the queue. Ends itself.
 class Batch::Again final : public ReadSource {
  public:
-  Again(Batch& batch, Miss& miss, RowMask rows, unsigned reads)
-      : batch_(batch), miss_(miss), rows_(rows), reads_(reads), parts_(reads + 1) {}
+  Again(Batch& batch, Miss& miss, RowMask rows, std::uint8_t copy)
+      : batch_(batch), miss_(miss), rows_(rows), copy_(copy) {}
 
   std::size_t next(std::span<Read> out, Room& room) override {
+    if (!begun_) {
+      if (!room.has(batch_.table_of(miss_).copies[copy_].file())) return 0;
+      begun_ = true;
+      if (miss_.start()) reads_ = batch_.set_out(miss_, rows_, copy_);
+      parts_.fetch_add(reads_, std::memory_order_relaxed);
+    }
     std::size_t count = 0;
-    while (count < out.size() && !exhausted() &&
+    while (count < out.size() && emitted_ < reads_ &&
            batch_.emit(miss_, rows_, emitted_, out[count], room)) {
       ++count;
       ++emitted_;
     }
     return count;
   }
-  bool exhausted() const override { return emitted_ == reads_; }
-  void left_queue() override { part_done(); }
+  bool exhausted() const override { return begun_ && emitted_ == reads_; }
+  bool wants_out() const override {
+    if (begun_ || batch_.wanted_.why_not() == 0) return false;
+    return !kept_ || !batch_.shared_->cache->awaited(miss_);
+  }
+  bool give_up() override {
+    kept_ = !batch_.drop(miss_, batch_.wanted_.why_not(), false);
+    return kept_;
+  }
+  void left_queue() override {
+    Batch& batch = batch_;
+    part_done();
+    batch.part_done();
+  }
   void ended(const Read& read, std::int32_t error, const std::byte* bytes) override {
     batch_.ended(read, error, bytes);  // after the last of them there may be no batch any more
     part_done();
@@ -223,9 +246,12 @@ class Batch::Again final : public ReadSource {
   Batch& batch_;
   Miss& miss_;
   const RowMask rows_;
-  const unsigned reads_;
+  const std::uint8_t copy_;
+  bool begun_ = false;
+  bool kept_ = false;  // given up, but for others who wait for it
+  unsigned reads_ = 0;
   unsigned emitted_ = 0;
-  std::atomic<unsigned> parts_;  // reads, and the queue
+  std::atomic<unsigned> parts_{1};  // reads, and the queue
 };
 
 // Whether the rows of a miss that could not be read are on their way from the next copy.
@@ -233,18 +259,26 @@ bool Batch::read_again(Miss& miss) {
   const RowMask failed = miss.failed.load(std::memory_order_acquire) & miss.reads;
   const std::size_t copies = table_of(miss).copies.size();
   if (failed == 0 || miss.tries + 1u >= copies) return false;
-  ++miss.tries;
-  miss.failed.fetch_and(static_cast<RowMask>(~failed), std::memory_order_relaxed);
+  std::unique_ptr<Again> again;
   try {
     const auto copy = static_cast<std::uint8_t>((miss.copy + 1u) % copies);
-    const unsigned reads = set_out(miss, failed, copy);
-    auto again = std::make_unique<Again>(*this, miss, failed, reads);
-    shared_->reader.submit(*again, lane_);
+    again = std::make_unique<Again>(*this, miss, failed, copy);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  ++miss.tries;
+  miss.failed.fetch_and(static_cast<RowMask>(~failed), std::memory_order_relaxed);
+  parts_.fetch_add(1, std::memory_order_relaxed);
+  miss.state.store(Miss::State::queued, std::memory_order_release);
+  try {
+    shared_->reader.submit_more(*again, lane_);
     again.release();  // by now it may be gone
     return true;
-  } catch (const std::exception&) {  // no memory for it, or the reader is closed
-    miss.failed.fetch_or(failed, std::memory_order_relaxed);
-    return false;
+  } catch (const std::bad_alloc&) {
+    const bool taken = !miss.start();
+    if (!taken) miss.failed.fetch_or(failed, std::memory_order_relaxed);
+    part_done();  // not the last one, unless it was taken
+    return taken;
   }
 }
 

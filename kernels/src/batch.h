@@ -88,6 +88,8 @@ struct EngineShared {
   std::atomic<std::uint64_t> in_flight_bytes{0};
   std::array<LaneTotals, kLanes> totals;
   std::atomic<std::uint64_t> checksum_errors{0};  // of rows read
+  // By number: whether a read has failed on it that another copy could be asked for.
+  std::vector<std::atomic<bool>> failed_files;
   ConvertMetrics converted;
 
   LaneTotals& totals_of(Lane lane) { return totals[static_cast<std::size_t>(lane)]; }

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <new>
@@ -161,13 +160,8 @@ std::shared_ptr<Batch> Engine::submit(const std::vector<LayerKeys>& keys, const 
 
 std::vector<std::uint32_t> Engine::failed_files() const {
   std::vector<std::uint32_t> files;
-  for (std::size_t i = 0; i < shared_->tables.count(); ++i) {
-    const TableState& state = shared_->tables[i];
-    for (std::size_t copy = 0; copy < state.failed.size(); ++copy) {
-      if (state.failed.size() == 1 || !state.failed[copy].load()) continue;
-      const std::uint32_t file = state.table.copies[copy].file();
-      if (std::ranges::find(files, file) == files.end()) files.push_back(file);
-    }
+  for (std::uint32_t file = 0; file < shared_->failed_files.size(); ++file) {
+    if (shared_->failed_files[file].load(std::memory_order_relaxed)) files.push_back(file);
   }
   return files;
 }

@@ -55,6 +55,9 @@ class Reader {
   // that exists. Never blocks. The source must live until it has left the queue and all its reads
   // have ended. Throws std::runtime_error once closed, or in a forked child.
   void submit(ReadSource& source, Lane lane);
+  // The same from within ReadSource::ended(), closed or not: the thread that ends a read comes back
+  // for more before it goes. Without the reader's lock, whose holder may wait for that thread.
+  void submit_more(ReadSource& source, Lane lane) { context_.queue.push(source, lane); }
   // Reads items to their end on the calling thread's time, in the decode lane; one error each.
   void read(std::span<const ReadItem> items, std::span<std::int32_t> errors);
   // Waits for reads in flight and stops the threads; submit() then throws. Any thread may call it,

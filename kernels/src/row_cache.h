@@ -31,7 +31,7 @@ class Batch;
 // A group that a batch did not find whole. Aligned so that a read's tag can hold its address.
 struct alignas(64) Miss {
   enum class State : std::uint8_t {
-    queued,   // its reads have not begun
+    queued,   // its reads have not begun, or not from the next copy
     started,  // they have
     taken,    // another miss, of a lane that goes first, makes them
   };

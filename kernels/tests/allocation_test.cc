@@ -103,5 +103,41 @@ TEST_CASE("a submission without memory fails, and nobody waits for what it did n
   }
 }
 
+// Of the io thread that ends its one read, the second allocation from there on fails.
+class Starving final : public ReadSource {
+ public:
+  std::size_t next(std::span<Read> out, Room& room) override {
+    if (!room.take(0)) return 0;
+    out[0] = {.offset = 0, .file = 0, .length = 1};
+    asked_ = true;
+    return 1;
+  }
+  bool exhausted() const override { return asked_; }
+  void ended(const Read&, std::int32_t, const std::byte*) override { allocations_left = 1; }
+
+ private:
+  bool asked_ = false;
+};
+
+TEST_CASE("a row that no memory is left to ask the next copy for fails with its own error") {
+  const TestTables tables(true);
+  for (const std::uint64_t sets : {0, 4}) {
+    const auto reader = std::make_shared<Reader>(
+        tables.paths(), ReaderOptions{.backend = "pread", .depth = 2, .threads = 1});
+    Engine engine(reader, tables.tables(), 8 << 20, sets * RowCache::bytes_min(264));
+    const std::int64_t id = 3;  // broken in the first copy
+    const LayerKeys keys{.layer = kMended, .ids = &id, .position_stride = 1, .column_stride = 1};
+    Starving starving;
+    reader->submit(starving, Lane::decode);
+    for (const bool starved : {true, false}) {
+      // The first allocation is the queue's, as a source leaves it.
+      const auto batch = engine.submit({keys}, {.positions = 1, .columns = {0, 1, 1}});
+      wait(*batch);
+      CHECK(batch->failure().has_value() == starved);
+      if (starved) CHECK(batch->failure()->error == kErrorChecksum);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace engram::test

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <deque>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -485,6 +486,140 @@ TEST_CASE("a row is read from every copy before it cannot be read") {
     if (lost) CHECK(batch->failure()->error == kErrorTruncated);
     CHECK(batch->stats().reads == (lost ? 4 : 2));  // codes and scales, of both copies
   }
+}
+
+// Holds the io thread that ends its one read until it is let go.
+class Holder final : public ReadSource {
+ public:
+  Holder(Reader& reader, Lane lane) { reader.submit(*this, lane); }
+  ~Holder() override { left_.wait(false); }
+
+  std::size_t next(std::span<Read> out, Room& room) override {
+    if (!room.take(0)) return 0;
+    out[0] = {.offset = 0, .file = 0, .length = 1};
+    asked_ = true;
+    return 1;
+  }
+  bool exhausted() const override { return asked_; }
+  void left_queue() override {}
+  void ended(const Read&, std::int32_t, const std::byte*) override {
+    holds_ = true;
+    holds_.notify_all();
+    let_go_.wait(false);
+    left_ = true;
+    left_.notify_all();
+  }
+  void wait() { holds_.wait(false); }
+  void let_go() {
+    let_go_ = true;
+    let_go_.notify_all();
+  }
+
+ private:
+  bool asked_ = false;
+  std::atomic<bool> holds_{false};
+  std::atomic<bool> let_go_{false};
+  std::atomic<bool> left_{false};
+};
+
+// A row that its first copy cannot give, and an io thread held just before it asks the second.
+struct SecondTry {
+  explicit SecondTry(std::uint64_t sets)
+      : world({.backend = "pread", .threads = 1, .depth = 8, .sets = sets, .rounds = 0}) {
+    Holder before(*world.reader, Lane::prefetch);
+    before.wait();
+    first = submit(Lane::prefetch);
+    holder = std::make_unique<Holder>(*world.reader, Lane::prefetch);
+    before.let_go();
+    holder->wait();
+    reads = world.reader->counters().reads;
+  }
+  std::shared_ptr<Batch> submit(Lane lane) const {
+    const LayerKeys keys{.layer = kMended, .ids = &id, .position_stride = 1, .column_stride = 1};
+    return world.engine->submit({keys}, {.positions = 1, .columns = {0, 1, 1}, .lane = lane});
+  }
+  // Why a batch is not the row; empty: it is.
+  std::string complaint_of(Batch& batch) {
+    while (!batch.wait(1000)) continue;
+    const Request request{.layers = {kMended},
+                          .ids = {{id}},
+                          .width = 1,
+                          .order = {.positions = 1, .columns = {0, 1, 1}}};
+    return complaint(request, batch, world.tables, {});
+  }
+
+  static constexpr std::int64_t id = 3;  // broken in the first copy, whose record is one read
+  World world;
+  std::shared_ptr<Batch> first;
+  std::unique_ptr<Holder> holder;
+  std::uint64_t reads = 0;
+};
+
+TEST_CASE("what nobody waits for any more is not read from the next copy") {
+  for (const std::uint64_t sets : {0, 4}) {
+    SecondTry world(sets);
+    world.first.reset();
+    world.holder->let_go();
+    CHECK(drains(*world.world.engine));
+    CHECK(world.world.reader->counters().reads == world.reads);
+  }
+}
+
+TEST_CASE("what another batch waits for is read from the next copy, whoever gave it up") {
+  SecondTry world(4);
+  const auto second = world.submit(Lane::prefetch);
+  world.first.reset();
+  world.holder->let_go();
+  CHECK(world.complaint_of(*second) == "");
+  CHECK(second->stats().joined == 1);
+  CHECK(second->stats().reads == 0);
+}
+
+TEST_CASE("a lane that goes first takes over what waits for the next copy") {
+  SecondTry world(4);
+  const auto second = world.submit(Lane::decode);
+  world.holder->let_go();
+  CHECK(world.complaint_of(*second) == "");
+  CHECK(world.complaint_of(*world.first) == "");
+  CHECK(world.first->stats().reads == 1);
+  CHECK(second->stats().reads == 2);  // codes and scales of the second copy
+}
+
+TEST_CASE("a reader that is being closed still asks the next copy") {
+  World world({.backend = "pread", .threads = 1, .depth = 8, .sets = 0, .rounds = 0}, true,
+              64 << 20);
+  Holder holder(*world.reader, Lane::decode);
+  holder.wait();
+  const std::int64_t id = 3;  // broken in the first copy
+  const LayerKeys keys{.layer = kMended, .ids = &id, .position_stride = 1, .column_stride = 1};
+  const auto submit = [&] {
+    return world.engine->submit({keys}, {.positions = 1, .columns = {0, 1, 1}});
+  };
+  const auto batch = submit();
+  std::thread closing([&] { world.reader->close(); });
+  while (!submit()->wait(1)) continue;  // until it is refused
+  holder.let_go();
+  closing.join();
+  while (!batch->wait(1000)) continue;
+  CHECK(!batch->failure());
+}
+
+TEST_CASE("the file that failed is named, not another of its copy") {
+  const TestTables tables(false);
+  const auto reader = std::make_shared<Reader>(tables.paths(), ReaderOptions{.backend = "pread"});
+  Table table = tables.tables()[kTwoCopies - 1];
+  table.copies[0].planes.scales = table.copies[1].planes.scales;  // of another file
+  table.copies[1] = tables.tables()[kTwoCopies - 1].copies[0];
+  Engine engine(reader, {table}, kTightBytes, 0);
+  CHECK(engine.failed_files().empty());
+  const std::string& cut = tables.paths()[1];
+  std::filesystem::resize_file(cut, std::filesystem::file_size(cut) - 8);
+  const std::int64_t id = TestTables::kRows - 1;
+  const LayerKeys keys{.layer = kTwoCopies, .ids = &id, .position_stride = 1, .column_stride = 1};
+  const auto batch = engine.submit({keys}, {.positions = 1, .columns = {0, 1, 1}});
+  while (!batch->wait(1000)) continue;
+  CHECK(!batch->failure());
+  CHECK(engine.failed_files() == std::vector<std::uint32_t>{1});
 }
 
 }  // namespace
