@@ -80,7 +80,7 @@ async def watch_tables(
                 _tell(
                     told,
                     logging.WARNING,
-                    f"{path} has rows that could not be read: its copies are read instead",
+                    f"{path} has rows that could not be read: its copies are asked for them",
                 )
             metrics.replaced = bool(replaced)
             if replaced:
